@@ -1,0 +1,56 @@
+"""Every error that mlx-swarm raises on purpose, as one small tree under `SwarmError`.
+
+Messages are one line, carry the numbers, and say what to do where there is something to do.
+"""
+
+
+class SwarmError(Exception):
+    """Base of all errors raised by mlx-swarm."""
+
+
+class InvalidRequest(SwarmError):
+    """A request that can never be served as it stands; nothing was changed by refusing it."""
+
+
+class ContextOverflow(InvalidRequest):
+    """The prompt and the tokens asked for do not fit the model's context."""
+
+
+class ModelError(SwarmError):
+    """A model could not be found, fetched, converted or loaded."""
+
+
+class ModelNotFound(ModelError):
+    """Nothing answers to the name; the message says what was looked for and where."""
+
+
+class ModelUnreadable(ModelError):
+    """The files are there but broken, incomplete or of a kind that is not supported."""
+
+
+class BackendMissing(SwarmError, ImportError):
+    """MLX itself is not installed; the message names the extra to install."""
+
+
+class CacheError(SwarmError):
+    """The prompt cache refused an operation; the caller still owns what it passed in."""
+
+
+class UnsupportedCacheKind(CacheError):
+    """A cache class that no codec knows; the message names the class."""
+
+
+class OutOfMemory(SwarmError):
+    """A reservation that the memory ledger cannot grant; the message carries the numbers."""
+
+
+class EngineFailed(SwarmError):
+    """A model step failed; the rows of that step ended, later requests are served."""
+
+
+class BrokerClosed(SwarmError):
+    """The broker was closed, or was never opened."""
+
+
+class AgentCancelled(SwarmError):
+    """The result of an agent that was cancelled was asked for."""

@@ -1,0 +1,151 @@
+"""What is asked of the broker and what comes back: plain frozen data, no MLX.
+
+A request gives its prompt in exactly one of three forms: `messages` (rendered with the model's chat
+template), `text` (tokenized as it stands) or `tokens` (ids, used as they are).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NewType, Self
+
+from msgspec import Struct, field
+
+from .errors import InvalidRequest
+
+RequestId = NewType("RequestId", str)
+FinishReason = Literal["stop", "length", "cancelled"]
+
+MAX_STOPS = 64
+
+
+class Message(Struct, frozen=True):
+    """One turn of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class Sampling(Struct, frozen=True, kw_only=True):
+    """How the next token is chosen. Temperature 0 is greedy; the other fields then have no effect.
+
+    `seed` fixes the whole sequence whatever else runs beside it; without one, each request draws its own.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+
+    def validate(self) -> None:
+        """Raise `InvalidRequest` for a value outside its range, NaN included."""
+        _in_range("temperature", self.temperature, 0.0, 100.0)
+        _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        if self.top_k < 0:
+            raise InvalidRequest(f"top_k is {self.top_k}; it must be 0 (off) or more")
+
+
+class Request(Struct, frozen=True, kw_only=True):
+    """One prompt to be continued.
+
+    `boundaries` marks prompt lengths in tokens up to which other requests are likely to agree (the end of
+    the instructions, say); with `messages` the end of the leading system message is marked for you.
+    `tenant` separates caches; `agent` and `swarm` name the lane in traces. `cache=False` neither reads nor
+    writes the prompt cache.
+    """
+
+    messages: Sequence[Message] = ()
+    text: str = ""
+    tokens: Sequence[int] = ()
+    max_tokens: int = 256
+    sampling: Sampling = Sampling()
+    stop: Sequence[str] = ()
+    boundaries: Sequence[int] = ()
+    tenant: str = ""
+    agent: str = ""
+    swarm: str = ""
+    cache: bool = True
+
+    def validate(self) -> None:
+        """Raise `InvalidRequest` for anything that can be seen to be wrong without a model."""
+        given = [name for name in ("messages", "text", "tokens") if len(getattr(self, name))]
+        if len(given) != 1:
+            found = " and ".join(given) if given else "an empty prompt"
+            raise InvalidRequest(f"give one of messages, text or tokens; got {found}")
+        if self.max_tokens < 1:
+            raise InvalidRequest(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        if len(self.stop) > MAX_STOPS or "" in self.stop:
+            raise InvalidRequest(
+                f"{len(self.stop)} stop strings given; up to {MAX_STOPS} are taken, none of them empty"
+            )
+        self.sampling.validate()
+
+
+class Usage(Struct, frozen=True, kw_only=True):
+    """What requests cost, in tokens and seconds; usages add up.
+
+    prompt_tokens = ram_tokens + cold_tokens + prefilled_tokens. Seconds are summed over requests, so for
+    several that ran side by side they exceed the wall time.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    ram_tokens: int = 0
+    cold_tokens: int = 0
+    prefilled_tokens: int = 0
+    output_tokens: int = 0
+    queue_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that did not have to be computed."""
+        return self.ram_tokens + self.cold_tokens
+
+    def __add__(self, other: Self) -> Self:
+        sums = {name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__}
+        return type(self)(**sums)
+
+
+class Started(Struct, frozen=True, tag=True):
+    """The request left the queue: where its prompt tokens come from."""
+
+    request: RequestId
+    prompt_tokens: int
+    ram_tokens: int
+    cold_tokens: int
+
+
+class Delta(Struct, frozen=True, tag=True):
+    """New text and the tokens behind it. Text may lag its tokens: a character can span several."""
+
+    request: RequestId
+    text: str
+    tokens: tuple[int, ...]
+
+
+class Completed(Struct, frozen=True, tag=True):
+    """The end of a request: its whole text and output tokens (a stop token included), and its cost.
+
+    `ttft_seconds` runs from submission to the first output token.
+    """
+
+    request: RequestId
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    ttft_seconds: float
+    prompt: tuple[int, ...] = field(default=())
+
+
+StreamEvent = Started | Delta | Completed
+
+
+def _in_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    inside = low <= value <= high and not (open_low and value == low)
+    if not math.isfinite(value) or not inside:
+        bracket = "(" if open_low else "["
+        raise InvalidRequest(f"{name} is {value}; it must be in {bracket}{low:g}, {high:g}]")

@@ -1,0 +1,192 @@
+"""What happens to requests and to the cache, as frozen, versioned records. No MLX.
+
+`time` is in seconds on the clock of the recorder; `TraceStarted` ties that clock to the wall clock. Token
+positions count from the start of the prompt. A field may be added within a version; a changed or removed
+one makes a new `TRACE_VERSION`.
+"""
+
+from typing import Literal, get_args
+
+import msgspec
+from msgspec import Struct
+
+TRACE_VERSION = 1
+
+MissReason = Literal[
+    "cold_start",
+    "diverged",
+    "no_checkpoint",
+    "window_gone",
+    "evicted",
+    "namespace",
+    "below_minimum",
+    "cost_gate",
+    "restore_failed",
+    "not_worth_waiting",
+]
+
+
+class Divergence(Struct, frozen=True):
+    """Where a prompt leaves the deepest stored path: the two tokens at `index`."""
+
+    index: int
+    stored: int
+    wanted: int
+
+
+class Event(Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
+    """Base of all trace events."""
+
+    time: float
+
+
+class TraceStarted(Event, frozen=True):
+    """The first record of a trace."""
+
+    version: int
+    wall_time: float
+    model: str
+    backend: str
+
+
+class Queued(Event, frozen=True):
+    """A request arrived."""
+
+    request: str
+    agent: str
+    swarm: str
+    namespace: str
+    prompt_tokens: int
+    max_tokens: int
+
+
+class Waiting(Event, frozen=True):
+    """A request waits for `leader`, which is computing `shared_tokens` of the same prompt."""
+
+    request: str
+    leader: str
+    shared_tokens: int
+
+
+class Planned(Event, frozen=True):
+    """Where the prompt's tokens come from. prompt = ram + cold + prefilled.
+
+    `reason` says why the hit ended where it did; it is None when only the last token is left to compute.
+    """
+
+    request: str
+    prompt_tokens: int
+    ram_tokens: int
+    cold_tokens: int
+    prefilled_tokens: int
+    donor: str | None
+    reason: MissReason | None
+    divergence: Divergence | None = None
+
+
+class PrefillChunk(Event, frozen=True):
+    """Prompt tokens [start, stop) were computed."""
+
+    request: str
+    start: int
+    stop: int
+    seconds: float
+
+
+class FirstToken(Event, frozen=True):
+    """The first output token exists."""
+
+    request: str
+
+
+class DecodeStep(Event, frozen=True):
+    """One decode step of the batch lane; `rows` requests got one token each."""
+
+    rows: int
+    seconds: float
+
+
+class Put(Event, frozen=True):
+    """A token sequence was stored; `new_tokens` of it were not there before."""
+
+    entry: str
+    namespace: str
+    tokens: int
+    new_tokens: int
+    bytes: int
+    request: str | None = None
+
+
+class Split(Event, frozen=True):
+    """A node was split at `at` because another sequence diverges there. Nothing was copied."""
+
+    entry: str
+    namespace: str
+    at: int
+
+
+class Evicted(Event, frozen=True):
+    """A leaf left memory."""
+
+    entry: str
+    namespace: str
+    tokens: int
+    bytes: int
+
+
+class Finished(Event, frozen=True):
+    """A request ended by itself."""
+
+    request: str
+    finish_reason: str
+    output_tokens: int
+
+
+class Cancelled(Event, frozen=True):
+    """A request was cancelled; what it had computed was kept if `kept_tokens` > 0."""
+
+    request: str
+    output_tokens: int
+    kept_tokens: int
+
+
+class Failed(Event, frozen=True):
+    """A request ended with an error."""
+
+    request: str
+    error: str
+
+
+TraceEvent = (
+    TraceStarted
+    | Queued
+    | Waiting
+    | Planned
+    | PrefillChunk
+    | FirstToken
+    | DecodeStep
+    | Put
+    | Split
+    | Evicted
+    | Finished
+    | Cancelled
+    | Failed
+)
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(TraceEvent)
+
+
+def encode(event: Event) -> bytes:
+    """One event as a line of JSON, without the newline."""
+    return _encoder.encode(event)
+
+
+def decode(line: bytes | str) -> TraceEvent:
+    """The event of a line. Raises `msgspec.ValidationError` for anything that is not one."""
+    return _decoder.decode(line)
+
+
+def miss_reasons() -> tuple[str, ...]:
+    """All reasons, in the order in which the documentation lists them."""
+    return get_args(MissReason)
