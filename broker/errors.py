@@ -52,5 +52,9 @@ class BrokerClosed(SwarmError):
     """The broker was closed, or was never opened."""
 
 
+class TraceError(SwarmError):
+    """A trace file cannot be written or read; the message names the file and the line."""
+
+
 class AgentCancelled(SwarmError):
     """The result of an agent that was cancelled was asked for."""

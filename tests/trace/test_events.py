@@ -1,0 +1,106 @@
+"""Trace events: every one survives the file format, and readers outlive additions to it."""
+
+import subprocess
+import sys
+from typing import get_args
+
+import msgspec
+import pytest
+
+from mlx_swarm.broker.trace import events
+from mlx_swarm.broker.trace.events import (
+    Cancelled,
+    DecodeStep,
+    Divergence,
+    Event,
+    Evicted,
+    Failed,
+    Finished,
+    FirstToken,
+    Planned,
+    PrefillChunk,
+    Put,
+    Queued,
+    Split,
+    TraceEvent,
+    TraceStarted,
+    Waiting,
+    decode,
+    encode,
+    miss_reasons,
+)
+
+EXAMPLES: list[Event] = [
+    TraceStarted(time=0.0, version=1, wall_time=1.7e9, model="tiny", backend="cpu"),
+    Queued(
+        time=0.5,
+        request="r1",
+        agent="editor",
+        swarm="swarm",
+        namespace="n",
+        prompt_tokens=9,
+        max_tokens=4,
+    ),
+    Waiting(time=0.5, request="r2", leader="r1", shared_tokens=8),
+    Planned(
+        time=0.6,
+        request="r1",
+        prompt_tokens=9,
+        ram_tokens=4,
+        cold_tokens=0,
+        prefilled_tokens=5,
+        donor="e1",
+        reason="diverged",
+        divergence=Divergence(index=4, stored=7, wanted=11),
+    ),
+    PrefillChunk(time=0.7, request="r1", start=4, stop=9, seconds=0.1),
+    FirstToken(time=0.8, request="r1"),
+    DecodeStep(time=0.9, rows=3, seconds=0.02),
+    Put(time=1.0, entry="e2", namespace="n", tokens=12, new_tokens=8, bytes=512, request="r1"),
+    Split(time=1.0, entry="e1", namespace="n", at=4),
+    Evicted(time=1.1, entry="e1", namespace="n", tokens=4, bytes=256),
+    Finished(time=1.2, request="r1", finish_reason="stop", output_tokens=4),
+    Cancelled(time=1.3, request="r2", output_tokens=1, kept_tokens=9),
+    Failed(time=1.4, request="r3", error="EngineFailed: a step failed"),
+]
+
+
+def test_there_is_an_example_of_every_event() -> None:
+    assert {type(example) for example in EXAMPLES} == set(get_args(TraceEvent))
+
+
+@pytest.mark.parametrize("event", EXAMPLES, ids=lambda event: type(event).__name__)
+def test_an_event_survives_the_file_format(event: Event) -> None:
+    line = encode(event)
+    assert b"\n" not in line
+    assert decode(line) == event
+
+
+@pytest.mark.parametrize("event", EXAMPLES, ids=lambda event: type(event).__name__)
+def test_a_field_added_by_a_later_release_is_tolerated(event: Event) -> None:
+    fields = msgspec.json.decode(encode(event))
+    assert decode(msgspec.json.encode(fields | {"added_later": [1, 2]})) == event
+
+
+@pytest.mark.parametrize("line", [b"", b"[]", b'{"event":"Unheard"}', b'{"event":"FirstToken"}'])
+def test_what_is_no_event_is_a_typed_error(line: bytes) -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        decode(line)
+
+
+def test_events_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        EXAMPLES[0].time = 1.0  # type: ignore[misc]
+
+
+def test_every_reason_can_be_recorded() -> None:
+    assert "diverged" in miss_reasons()
+    assert len(set(miss_reasons())) == len(miss_reasons()) == 10
+
+
+def test_traces_are_read_without_mlx() -> None:
+    program = (
+        f"import sys, {events.__name__}, mlx_swarm.broker.trace.recorder; "
+        "sys.exit(any(name.split('.')[0] in ('mlx', 'mlx_lm') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
