@@ -1,4 +1,4 @@
-"""What a look-up found, and what the cache hands out: the types of the prompt cache's interface. No MLX."""
+"""What a look-up found, and what the cache hands out: the types of its interface. No MLX."""
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -13,9 +13,9 @@ class Plan(Struct, frozen=True, kw_only=True):
     """Where the KV of a prompt would come from, without touching anything.
 
     `ram_tokens` is the deepest usable length over all entries in RAM, at most `prompt_tokens` - 1.
-    `cold_tokens` is what a restore would add to it (0 if the cold tier has nothing longer, or the cost gate
-    says that computing is cheaper). `reason` says why the usable length ends there; it is None when only the
-    last token is left to compute. `donor` names the entry that serves the match.
+    `cold_tokens` is what a restore would add to it (0 if the cold tier has nothing longer, or the
+    cost gate says that computing is cheaper). `reason` says why the usable length ends there; it is
+    None when only the last token is left to compute. `donor` names the entry that serves the match.
     """
 
     prompt_tokens: int
@@ -39,8 +39,8 @@ class Plan(Struct, frozen=True, kw_only=True):
 class Lease(Protocol):
     """A clone of a donor's first `length` tokens and the pins that keep its extents alive.
 
-    `caches` holds one cache object a layer, at offset `length`; running the model on them never changes the
-    donor. A context manager; releasing twice is harmless.
+    `caches` holds one cache object a layer, at offset `length`; running the model on them never
+    changes the donor. A context manager; releasing twice is harmless.
     """
 
     @property
