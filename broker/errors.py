@@ -56,5 +56,9 @@ class TraceError(SwarmError):
     """A trace file cannot be written or read; the message names the file and the line."""
 
 
+class SwarmClosed(SwarmError):
+    """An agent was given work outside its swarm's scope."""
+
+
 class AgentCancelled(SwarmError):
     """The result of an agent that was cancelled was asked for."""

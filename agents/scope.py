@@ -1,0 +1,39 @@
+"""What the agents of one swarm have in common."""
+
+from anyio import CapacityLimiter
+from anyio.abc import TaskGroup
+from msgspec import Struct
+
+from mlx_swarm.broker.request import Sampling
+
+from .events import EventFeed
+from .interface import SwarmBroker
+
+
+class Settings(Struct, frozen=True, kw_only=True):
+    """How a swarm's agents generate. An agent can be spawned with its own."""
+
+    swarm: str
+    max_tokens: int = 256
+    sampling: Sampling = Sampling()
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    tenant: str = ""
+    cache: bool = True
+
+
+class Scope:
+    """The open scope of a swarm: where its turns run, and where their events go."""
+
+    def __init__(
+        self,
+        broker: SwarmBroker,
+        tasks: TaskGroup,
+        feed: EventFeed,
+        limiter: CapacityLimiter | None,
+    ) -> None:
+        self.broker = broker
+        self.tasks = tasks
+        self.feed = feed
+        self.limiter = limiter
+        self.closed = False

@@ -1,0 +1,163 @@
+"""A swarm: agents that share instructions, and the scope in which they live."""
+
+from collections.abc import Iterable
+from itertools import count
+from types import TracebackType
+from typing import Self
+
+import anyio
+from msgspec.structs import replace
+
+from mlx_swarm.broker.errors import InvalidRequest, SwarmClosed
+from mlx_swarm.broker.request import Sampling, Usage
+
+from .agent import Agent, check_text
+from .events import EventFeed, EventStream
+from .interface import SwarmBroker
+from .results import Results
+from .scope import Scope, Settings
+
+GREEDY = Sampling()
+
+
+class Swarm:
+    """Agents with the same `instructions`, which are prefilled and held once for all of them.
+
+    `async with Swarm(broker, instructions=…) as swarm:` opens the scope in which agents are
+    spawned. Leaving it waits for all of them; an exception in it cancels them. Nothing is left
+    running. An agent's failure is its own: it reaches whoever awaits that agent, the others go on.
+
+    `concurrency` bounds the turns that are with the broker at one time. `max_tokens`, `sampling`
+    and `stop` hold for every turn. With `seed`, or a seed in `sampling`, a turn's own seed is
+    derived from that seed, the agent's name and the number of the turn. `tenant` separates caches;
+    `cache=False` neither reads nor writes the cache.
+    """
+
+    def __init__(
+        self,
+        broker: SwarmBroker,
+        *,
+        instructions: str = "",
+        concurrency: int | None = None,
+        max_tokens: int = 256,
+        sampling: Sampling = GREEDY,
+        stop: Iterable[str] = (),
+        seed: int | None = None,
+        tenant: str = "",
+        name: str = "swarm",
+        cache: bool = True,
+    ) -> None:
+        if concurrency is not None and concurrency < 1:
+            raise InvalidRequest(f"concurrency is {concurrency}; it must be at least 1")
+        self.name = name
+        self.instructions = instructions
+        self._broker = broker
+        self._concurrency = concurrency
+        self._settings = Settings(
+            swarm=name,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop=tuple(stop),
+            seed=seed,
+            tenant=tenant,
+            cache=cache,
+        )
+        self._agents: dict[str, Agent] = {}
+        self._numbers = count(1)
+        self._feed = EventFeed()
+        self._scope: Scope | None = None
+
+    def spawn(
+        self,
+        task: str,
+        *,
+        name: str | None = None,
+        max_tokens: int | None = None,
+        sampling: Sampling | None = None,
+        stop: Iterable[str] | None = None,
+    ) -> Agent:
+        """Start an agent on `task` and return its handle at once; `await` it for its reply.
+
+        Without a name it is called agent-1, agent-2 and so on. Raises `InvalidRequest` for an empty
+        task and for a name that is taken, `SwarmClosed` outside the swarm's scope.
+        """
+        check_text(task)
+        scope = self._open_scope()
+        settings = self._settings
+        if max_tokens is not None:
+            settings = replace(settings, max_tokens=max_tokens)
+        if sampling is not None:
+            settings = replace(settings, sampling=sampling)
+        if stop is not None:
+            settings = replace(settings, stop=tuple(stop))
+        agent = Agent(self._new_name(name), self.instructions, scope, settings)
+        agent.ask(task)
+        self._agents[agent.name] = agent
+        return agent
+
+    async def map(self, tasks: Iterable[str]) -> Results:
+        """Run an agent on every task; the results in the order of the tasks, failed ones included.
+
+        Cancelling it cancels them.
+        """
+        if isinstance(tasks, str):
+            raise InvalidRequest("map takes several tasks; for one, use spawn")
+        tasks = list(tasks)
+        for task in tasks:
+            check_text(task)
+        agents = [self.spawn(task) for task in tasks]
+        try:
+            return Results([await agent.turns[0].end() for agent in agents])
+        finally:
+            for agent in agents:
+                agent.cancel()
+
+    def events(self) -> EventStream:
+        """What happens from now on, all agents merged. Ends when no turn is running or queued."""
+        return self._feed.subscribe()
+
+    @property
+    def agents(self) -> tuple[Agent, ...]:
+        """All agents, in the order in which they were spawned."""
+        return tuple(self._agents.values())
+
+    @property
+    def usage(self) -> Usage:
+        """The cost of all turns that are over, failed ones included."""
+        return sum((agent.usage for agent in self._agents.values()), Usage())
+
+    async def __aenter__(self) -> Self:
+        if self._scope is not None:
+            raise SwarmClosed(f"swarm {self.name!r} was entered already; a swarm has one scope")
+        tasks = anyio.create_task_group()
+        await tasks.__aenter__()
+        limiter = None if self._concurrency is None else anyio.CapacityLimiter(self._concurrency)
+        self._scope = Scope(self._broker, tasks, self._feed, limiter)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        scope = self._open_scope()
+        scope.closed = True
+        if error is not None:
+            scope.tasks.cancel_scope.cancel()
+        # The group is not told of the error: it would wrap it, and agents raise nothing themselves.
+        await scope.tasks.__aexit__(None, None, None)
+
+    def _open_scope(self) -> Scope:
+        if self._scope is None or self._scope.closed:
+            when = "before its scope was entered" if self._scope is None else "after its scope"
+            raise SwarmClosed(f"swarm {self.name!r} was used {when}: use `async with Swarm(…)`")
+        return self._scope
+
+    def _new_name(self, name: str | None) -> str:
+        if name is None:
+            return next(free for n in self._numbers if (free := f"agent-{n}") not in self._agents)
+        if not name or name in self._agents:
+            problem = "an agent's name is empty" if not name else f"the name {name!r} is taken"
+            raise InvalidRequest(f"{problem} in swarm {self.name!r}")
+        return name

@@ -1,0 +1,137 @@
+"""A broker without a model: it renders one token a character, remembers what it was sent, and says
+what a test tells it to say."""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+import anyio
+from msgspec import Struct
+
+from mlx_swarm.broker.request import (
+    Completed,
+    Delta,
+    FinishReason,
+    Message,
+    Request,
+    RequestId,
+    Started,
+    StreamEvent,
+    Usage,
+)
+
+END = 0
+ROLES = {"system": 1, "user": 2, "assistant": 3}
+FIRST_CHARACTER = 10
+WITHHELD = "~"
+
+
+class Rendered(Struct, frozen=True):
+    tokens: list[int]
+    boundaries: tuple[int, ...]
+
+
+class Reply(Struct, frozen=True):
+    """What the broker answers: text, then an error or an end. A `gate` holds it half-way."""
+
+    text: str = "ok"
+    error: Exception | None = None
+    finish_reason: FinishReason = "stop"
+    gate: anyio.Event | None = None
+
+
+class FakeBroker:
+    """`answer` makes the reply to a request; `requests` keeps them, `open` counts those live."""
+
+    def __init__(self, answer: Callable[[Request], Reply] = lambda request: Reply()) -> None:
+        self.answer = answer
+        self.requests: list[Request] = []
+        self.open = 0
+        self.most_open = 0
+        self.stored: list[tuple[int, ...]] = []
+
+    async def render(self, messages: Sequence[Message]) -> Rendered:
+        await anyio.lowlevel.checkpoint()
+        tokens: list[int] = []
+        boundaries: tuple[int, ...] = ()
+        for number, message in enumerate(messages):
+            tokens += [ROLES[message.role], *characters(message.content), END]
+            if number == 0 and message.role == "system":
+                boundaries = (len(tokens),)
+        return Rendered([*tokens, ROLES["assistant"]], boundaries)
+
+    def stream(self, request: Request) -> "FakeResponse":
+        request.validate()
+        self.requests.append(request)
+        return FakeResponse(self, request)
+
+    def cached(self, tokens: Sequence[int]) -> int:
+        """The longest prefix of a prompt that some earlier request had, but for its last token."""
+        longest = max((common(tokens, stored) for stored in self.stored), default=0)
+        return min(longest, len(tokens) - 1)
+
+
+class FakeResponse:
+    def __init__(self, broker: FakeBroker, request: Request) -> None:
+        self._broker = broker
+        self._request = request
+        self._events = self._run(RequestId(f"r{len(broker.requests)}"))
+
+    async def __aenter__(self) -> Self:
+        self._broker.open += 1
+        self._broker.most_open = max(self._broker.most_open, self._broker.open)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._broker.open -= 1
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StreamEvent:
+        return await anext(self._events)
+
+    async def _run(self, name: RequestId) -> AsyncIterator[StreamEvent]:
+        broker, prompt = self._broker, tuple(self._request.tokens)
+        reply, cached = broker.answer(self._request), broker.cached(prompt)
+        yield Started(name, len(prompt), cached, 0)
+        tokens = tuple(characters(reply.text))
+        for number, (character, token) in enumerate(zip(reply.text, tokens, strict=True)):
+            await anyio.lowlevel.checkpoint()
+            if reply.gate is not None and number == len(tokens) // 2:
+                await reply.gate.wait()
+            yield Delta(name, character if character != WITHHELD else "", (token,))
+        if reply.error is not None:
+            raise reply.error
+        if reply.finish_reason == "stop":
+            tokens += (END,)
+        broker.stored.append(prompt + tokens[:-1])
+        usage = Usage(
+            requests=1,
+            prompt_tokens=len(prompt),
+            ram_tokens=cached,
+            prefilled_tokens=len(prompt) - cached,
+            output_tokens=len(tokens),
+        )
+        yield Completed(name, reply.text, tokens, reply.finish_reason, usage, 0.5)
+
+
+def characters(text: str) -> list[int]:
+    return [FIRST_CHARACTER + ord(character) for character in text]
+
+
+def user_text(request: Request) -> str:
+    """What the user said last in a rendered prompt."""
+    tokens = list(request.tokens)
+    start = len(tokens) - tokens[::-1].index(ROLES["user"])
+    return "".join(chr(token - FIRST_CHARACTER) for token in tokens[start:-2])
+
+
+def common(first: Sequence[int], second: Sequence[int]) -> int:
+    pairs = zip(first, second, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
