@@ -1,0 +1,1 @@
+"""Benchmarks: every figure is a ratio of two things measured in turns in one run."""
