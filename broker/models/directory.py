@@ -1,14 +1,17 @@
 """Loading a stock mlx-lm model directory, with errors that say what is missing or broken in it."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_model, load_tokenizer
+from mlx_lm.utils import load_config, load_model, load_tokenizer
 
 from ..errors import ModelUnreadable
+from .gguf_config import SOURCE
 from .identity import WEIGHT_FILES, identity_of
 from .loaded import LoadedModel
 from .progress import Progress, ReportProgress
@@ -35,16 +38,11 @@ def load_directory(
     supported."""
     check_complete(folder)
     progress(Progress("loading", 0, 1))
-    try:
-        model, config = load_model(folder, lazy=True)
-        stored = config.get("torch_dtype") if "quantization" in config else None
-        computes_in = prepare(model, dtype, stored)
-        mx.eval(model.parameters())
-    except ModelUnreadable:
-        raise
-    except Exception as error:  # mlx-lm raises whatever the first missing or odd value leads to
-        raise ModelUnreadable(f"cannot load the model in {folder}: {_reason(error)}") from error
-    tokenizer = read_tokenizer(folder, config)
+    with ThreadPoolExecutor(1) as pool:
+        # Reading the tokenizer is Python's work, and takes as long as reading the weights.
+        reading = pool.submit(read_tokenizer, folder)
+        model, config, computes_in = _read_model(folder, dtype)
+        tokenizer = reading.result()
     identity = identity_of(folder, computes_in, cache, progress)
     progress(Progress("loading", 1, 1))
     return LoadedModel(
@@ -81,10 +79,13 @@ def check_complete(folder: Path) -> None:
             )
 
 
-def read_tokenizer(folder: Path, config: dict[str, Any]) -> TokenizerWrapper:
-    """The tokenizer in `folder`, with the stop tokens that the model's configuration names."""
+def read_tokenizer(folder: Path) -> TokenizerWrapper:
+    """The tokenizer in `folder`, with the stop tokens that the model's configuration (if any)
+    names."""
     try:
-        return load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
+        has_config = (folder / "config.json").is_file()
+        stops = load_config(folder).get("eos_token_id") if has_config else None
+        return load_tokenizer(folder, eos_token_ids=stops)
     except Exception as error:  # transformers and tokenizers raise bare Exceptions too
         raise ModelUnreadable(f"cannot load the tokenizer in {folder}: {_reason(error)}") from error
 
@@ -98,6 +99,20 @@ def context_length(config: dict[str, Any]) -> int:
             if isinstance(value, int) and value > 0:
                 return value
     return CONTEXT_UNLIMITED
+
+
+def _read_model(folder: Path, dtype: str | None) -> tuple[nn.Module, dict[str, Any], str]:
+    """The model with its weights in memory, its configuration, and the dtype it computes in."""
+    try:
+        model, config = load_model(folder, lazy=True)
+        computes_in = prepare(model, dtype, mixed=config.get(SOURCE) == "gguf")
+        mx.eval(model.parameters())
+        mx.clear_cache()
+    except ModelUnreadable:
+        raise
+    except Exception as error:  # mlx-lm raises whatever the first missing or odd value leads to
+        raise ModelUnreadable(f"cannot load the model in {folder}: {_reason(error)}") from error
+    return model, config, computes_in
 
 
 def _reason(error: Exception) -> str:

@@ -8,6 +8,7 @@ from ..errors import ModelUnreadable
 from .gguf import GGUFFile
 
 ARCHITECTURE = "llama"
+SOURCE = "converted_from"
 FREQUENCIES = "rope_freqs.weight"
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL = 1.0, 4.0, 8192
 
@@ -56,11 +57,11 @@ def llama_shape(gguf: GGUFFile) -> LlamaShape:
 def llama_config(gguf: GGUFFile, shape: LlamaShape) -> dict[str, Any]:
     """config.json for mlx-lm's llama model, without its quantization."""
     metadata = gguf.metadata
-    floats = {info.format.name for info in gguf.tensors.values()}
     has_bias = any(name.endswith(".bias") for name in gguf.tensors)
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
+        SOURCE: "gguf",
         "hidden_size": shape.hidden,
         "num_hidden_layers": shape.layers,
         "intermediate_size": shape.feed_forward,
@@ -73,7 +74,6 @@ def llama_config(gguf: GGUFFile, shape: LlamaShape) -> dict[str, Any]:
         "max_position_embeddings": _size(gguf, "context_length"),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "attention_bias": has_bias,
-        "torch_dtype": "float32" if floats == {"F32"} else "float16",
         "eos_token_id": _stop_ids(metadata),
     }
     if (bos := metadata.get("tokenizer.ggml.bos_token_id")) is not None:

@@ -13,10 +13,11 @@ from .hub import hub_directory
 from .identity import file_digests
 from .loaded import LoadedModel
 from .progress import ReportProgress, ignore_progress
+from .synthetic import load_synthetic
+from .synthetic_spec import PREFIX
 
-CONVERSION_VERSION = 1
+CONVERSION_VERSION = 2
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-SYNTHETIC = "synthetic:"
 
 
 def load(
@@ -36,6 +37,8 @@ def load(
     """
     report = progress or ignore_progress
     cache = cache_folder(cache_dir)
+    if spec.startswith(PREFIX):
+        return load_synthetic(spec, dtype=dtype, conversions=conversions(cache), progress=report)
     folder, name = _locate(spec, cache, report)
     return load_directory(folder, name=name, dtype=dtype, cache=cache, progress=report)
 
@@ -55,7 +58,7 @@ def _locate(spec: str, cache: Path, progress: ReportProgress) -> tuple[Path, str
     kind = "is not a .gguf file" if path.is_file() else "does not exist"
     raise ModelNotFound(
         f"no model {spec!r}: {path.absolute()} {kind}; a model is org/name, a directory, "
-        f"a .gguf file, {embedded.NAME} or {SYNTHETIC}<architecture>"
+        f"a .gguf file, {embedded.NAME} or {PREFIX}<architecture>"
     )
 
 
