@@ -32,11 +32,11 @@ class Rendered(Struct, frozen=True):
 
 
 class Reply(Struct, frozen=True):
-    """What the broker answers: text, then an error or an end. A `gate` holds it half-way."""
+    """What the broker answers: text, then an error, an end or neither. A `gate` holds it up."""
 
     text: str = "ok"
     error: Exception | None = None
-    finish_reason: FinishReason = "stop"
+    finish_reason: FinishReason | None = "stop"
     gate: anyio.Event | None = None
 
 
@@ -108,6 +108,8 @@ class FakeResponse:
             yield Delta(name, character if character != WITHHELD else "", (token,))
         if reply.error is not None:
             raise reply.error
+        if reply.finish_reason is None:
+            return
         if reply.finish_reason == "stop":
             tokens += (END,)
         broker.stored.append(prompt + tokens[:-1])

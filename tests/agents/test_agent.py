@@ -172,6 +172,13 @@ async def test_cancelling_one_who_waits_leaves_the_agent_running() -> None:
 
 
 async def test_a_response_without_an_end_is_an_error() -> None:
+    async with Swarm(FakeBroker(lambda request: Reply("half", finish_reason=None))) as swarm:
+        agent = swarm.spawn("one")
+        with pytest.raises(EngineFailed, match="before it was complete"):
+            await agent
+
+
+async def test_a_response_that_the_broker_cancelled_is_a_cancelled_turn() -> None:
     broker = FakeBroker(lambda request: Reply("half", finish_reason="cancelled"))
     async with Swarm(broker) as swarm:
         agent = swarm.spawn("one")
