@@ -2,10 +2,15 @@
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-import numpy as np
-from numpy.typing import NDArray
+from .extents import ExtentRange
+from .holdings import Holdings
+from .kinds import clone
+from .node import Node
+from .plan import Plan
+from .prefix_hash import Tokens
+from .space import Space
 
 
 class PromptLease:
@@ -13,22 +18,22 @@ class PromptLease:
 
     `tokens` are the `length` tokens whose KV the clone holds; `caches` is one cache object a layer.
     Running a model on them never changes the donor. `ram_tokens` and `cold_tokens` say where they
-    came from and add up to `length`.
+    came from and add up to `length`; `plan` says why there are no more.
     """
 
     def __init__(
         self,
-        tokens: NDArray[np.uint32],
+        tokens: Tokens,
         caches: list[Any],
         *,
         namespace: str,
-        cold_tokens: int,
+        plan: Plan,
         on_release: Callable[["PromptLease"], None],
     ) -> None:
         self.tokens = tokens
         self.caches = caches
         self.namespace = namespace
-        self.cold_tokens = cold_tokens
+        self.plan = plan
         self._on_release: Callable[[PromptLease], None] | None = on_release
 
     @property
@@ -38,8 +43,13 @@ class PromptLease:
 
     @property
     def ram_tokens(self) -> int:
-        """Tokens of it that were in RAM when it was taken."""
+        """Tokens of it that were in RAM when it was asked for."""
         return self.length - self.cold_tokens
+
+    @property
+    def cold_tokens(self) -> int:
+        """Tokens of it that were restored for it."""
+        return self.plan.cold_tokens
 
     @property
     def released(self) -> bool:
@@ -63,3 +73,75 @@ class PromptLease:
         traceback: TracebackType | None,
     ) -> None:
         self.release()
+
+
+class Lender:
+    """Makes leases and knows those that are out."""
+
+    def __init__(self, holdings: Holdings) -> None:
+        self._holdings = holdings
+        self.departing_bytes = 0
+        """Bytes that only leases without a node keep: they go as those are released."""
+        self._out: dict[PromptLease, _Loan] = {}
+
+    def __len__(self) -> int:
+        """Leases not yet released."""
+        return len(self._out)
+
+    def lend(self, space: Space, node: Node, plan: Plan) -> PromptLease:
+        """A lease on all tokens down to the end of `node`, which must be a usable length."""
+        layout = space.layout
+        assert layout is not None
+        tree = space.tree
+        spans = [each.span for each in node.path() if isinstance(each.span, ExtentRange)]
+        caches = clone(layout, spans, node.checkpoint, node.stop)
+        lent = [self._holdings.lend(span) for span in spans]
+        tree.lease(node)
+        lease = PromptLease(
+            tree.tokens_of(node),
+            caches,
+            namespace=space.name,
+            plan=plan,
+            on_release=self._released,
+        )
+        self._out[lease] = _Loan(node, lent, 0)
+        return lease
+
+    def detach(self, lease: PromptLease) -> None:
+        """Keep what the lease reads, but let its node go, which is about to leave the tree."""
+        node, lent, _ = self._out[lease]
+        assert node is not None
+        departing = lent[-1].nbytes if lent else 0
+        self._out[lease] = _Loan(None, lent, departing)
+        self.departing_bytes += departing
+        node.tree.release(node)
+
+    def node_of(self, lease: PromptLease) -> Node | None:
+        """The node at whose end a lease ends; None if it is released or its namespace cleared."""
+        loan = self._out.get(lease)
+        if loan is None or loan.node is None or loan.node.span is None:
+            return None
+        return loan.node
+
+    def nodes(self) -> set[Node]:
+        """Every node that a lease protects: those it ends at and all above them."""
+        ends = (loan.node for loan in self._out.values() if loan.node is not None)
+        return {node for end in ends if end.span is not None for node in end.path()}
+
+    def spans(self) -> list[ExtentRange]:
+        """Every range that clones keep."""
+        return [span for loan in self._out.values() for span in loan.lent]
+
+    def _released(self, lease: PromptLease) -> None:
+        loan = self._out.pop(lease)
+        self.departing_bytes -= loan.departing
+        for span in loan.lent:
+            self._holdings.give_back(span)
+        if loan.node is not None:
+            loan.node.tree.release(loan.node)
+
+
+class _Loan(NamedTuple):
+    node: Node | None
+    lent: list[ExtentRange]
+    departing: int

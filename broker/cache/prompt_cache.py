@@ -1,176 +1,466 @@
 """The prompt cache: KV computed for one prompt serves every prompt that starts with its tokens."""
 
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import numpy as np
-from mlx_lm.models.cache import KVCache
-from numpy.typing import NDArray
 
 from ..affinity import ThreadGuard
-from ..errors import CacheError, UnsupportedCacheKind
-from ..trace.events import Divergence, MissReason
-from .lease import PromptLease
+from ..errors import CacheError, SwarmError
+from ..trace.events import Put
+from .cold import ColdMatch, ColdStore, Spill
+from .eviction import EvictionPolicy, EvictionQueue
+from .holdings import Holdings
+from .intake import CacheRow, Intake, Row, Stored, validated
+from .lease import Lender, PromptLease
+from .ledger import Ledger, format_bytes
+from .node import Node
 from .plan import Plan
+from .prefix_hash import Tokens, TokenSource, as_tokens
+from .reasons import Forgotten, explain
+from .reporter import Reporter, Trace
+from .room import Room
+from .space import Match, Space, resident_bytes
 from .statistics import CacheStatistics, NamespaceStatistics
+from .tier import ColdTier, Restoration
+from .tree import MonotoneClock
 
-Tokens = Sequence[int] | NDArray[np.uint32]
+__all__ = ["Entry", "PromptCache", "PromptLease", "Stored"]
+
+CHECKPOINT_SHARE = 2
+"""One byte of the budget in so many may be checkpoints."""
+
+PINNED_SHARE = 2
+"""One byte of the budget in so many may be pinned."""
+
+WRITE_SHARE = 4
+"""One byte of the budget in so many may be on its way to the cold tier."""
+
+CHECKPOINT_EVERY = 2048
+"""Tokens between the checkpoints of a long prefill."""
+
+_log = logging.getLogger(__name__)
 
 
-class Stored(NamedTuple):
-    """What a `put` did: `new_tokens` of the sequence and `new_bytes` of KV were not there before.
+class Entry(NamedTuple):
+    """A stored sequence: its name, length, the bytes on its path, and who keeps it."""
 
-    `stored` is False for a sequence larger than the whole budget, or when the cache is off.
-    """
-
-    stored: bool
-    new_tokens: int
-    new_bytes: int
-
-
-class _Entry(NamedTuple):
-    tokens: NDArray[np.uint32]
-    planes: list[tuple[mx.array, mx.array]]
+    name: str
+    tokens: int
     bytes: int
+    leases: int
+    pinned: bool
 
 
 class PromptCache:
-    """Entries of many namespaces under one budget of `max_bytes`. All calls from one thread."""
+    """Sequences of many namespaces under one budget of `max_bytes`; 0 turns the cache off.
+
+    `cold` is the tier below, `spill` a sink for what is evicted, `policy` orders the leaves without
+    hints, `ledger` is the account that the bytes are charged to, `trace` hears of entries. `on_put`
+    is called with the namespace and the tokens of what was stored. All calls come from one thread.
+    """
 
     def __init__(
         self,
         max_bytes: int,
         *,
-        cold: Any = None,
-        spill: Any = None,
-        policy: Any = None,
-        ledger: Any = None,
-        trace: Any = None,
+        cold: ColdStore | None = None,
+        spill: Spill | None = None,
+        policy: EvictionPolicy | None = None,
+        ledger: Ledger | None = None,
+        trace: Trace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.max_bytes = max_bytes
-        self.hits = self.misses = self.demotions = 0
-        self.on_put: Callable[[str, NDArray[np.uint32]], None] | None = None
-        self._entries: dict[str, list[_Entry]] = {}
-        self._leases = 0
+        self.on_put: Callable[[str, Tokens], None] | None = None
         self._guard = ThreadGuard()
+        self._clock = MonotoneClock(clock)
+        self._spaces: dict[str, Space] = {}
+        self._queue = EvictionQueue(policy, self._clock)
+        self._holdings = Holdings(ledger)
+        self._lender = Lender(self._holdings)
+        self._forgotten = Forgotten()
+        self._reporter = Reporter(trace)
+        self._tier = (
+            ColdTier(cold, self._lender, self._clock, max_bytes // WRITE_SHARE) if cold else None
+        )
+        self._room = Room(
+            max_bytes,
+            max_bytes // CHECKPOINT_SHARE,
+            spaces=self._spaces,
+            holdings=self._holdings,
+            queue=self._queue,
+            lender=self._lender,
+            forgotten=self._forgotten,
+            reporter=self._reporter,
+            tier=self._tier,
+            spill=spill,
+        )
+        self._intake = Intake(self._holdings, self._room, self._reporter, self._tier)
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of KV that the cache keeps alive."""
-        return sum(entry.bytes for entries in self._entries.values() for entry in entries)
+    # Looking up
 
-    def plan(self, tokens: Tokens, namespace: str = "") -> Plan:
+    def plan(self, tokens: TokenSource, namespace: str = "") -> Plan:
         """Where the KV of `tokens` would come from. Changes nothing."""
         self._guard.check()
-        wanted = np.asarray(tokens, dtype=np.uint32)
-        donor, matched = self._deepest(wanted, namespace)
-        length = min(matched, max(len(wanted) - 1, 0))
-        reason: MissReason | None = None
-        divergence = None
-        if length < len(wanted) - 1:
-            reason = "cold_start"
-            if donor is not None and matched < len(donor.tokens):
-                reason = "diverged"
-                divergence = Divergence(matched, int(donor.tokens[matched]), int(wanted[matched]))
-        return Plan(
-            prompt_tokens=len(wanted), ram_tokens=length, reason=reason, divergence=divergence
-        )
+        return self._look(as_tokens(tokens), self._peek(namespace)).plan
 
-    def take(self, tokens: Tokens, namespace: str = "") -> PromptLease | None:
-        """A clone of the deepest usable prefix of `tokens`, or None. Never consumes the donor."""
-        wanted = np.asarray(tokens, dtype=np.uint32)
-        length = self.plan(wanted, namespace).ram_tokens
-        donor, _ = self._deepest(wanted, namespace)
-        if not length or donor is None:
-            self.misses += 1
+    def take(self, tokens: TokenSource, namespace: str = "") -> PromptLease | None:
+        """A clone of the deepest usable prefix, restored first if that pays; None if there is none.
+
+        At least one token is left to forward. The donor stays as it is.
+        """
+        restoration = self.restoration(tokens, namespace)
+        if restoration is not None:
+            restoration.run()
+        return self.lease(tokens, namespace, restoration)
+
+    def restoration(self, tokens: TokenSource, namespace: str = "") -> Restoration | None:
+        """The reading that the plan asks for, to be `run` in any thread; None if it asks for none.
+
+        Prompts that need the same stored sequence share one.
+        """
+        self._guard.check()
+        wanted = as_tokens(tokens)
+        look = self._look(wanted, self._peek(namespace))
+        if look.cold is None or self._tier is None:
             return None
-        self.hits += 1
-        self._leases += 1
-        caches = [_clone(keys, values, length) for keys, values in donor.planes]
-        return PromptLease(
-            wanted[:length],
-            caches,
-            namespace=namespace,
-            cold_tokens=0,
-            on_release=self._released,
+        return self._tier.restoration(look.cold, namespace, wanted, look.plan.ram_tokens)
+
+    def lease(
+        self,
+        tokens: TokenSource,
+        namespace: str = "",
+        restoration: Restoration | None = None,
+    ) -> PromptLease | None:
+        """What `take` does once nothing is left to read; `restoration` must have run."""
+        self._settle()
+        wanted, space = as_tokens(tokens), self._space(namespace)
+        failed = restoration is not None and not self._promote(restoration)
+        look = self._look(wanted, space, failed=failed)
+        found = look.plan.ram_tokens
+        before = found if restoration is None else min(restoration.ram_tokens, found)
+        plan = Plan(
+            prompt_tokens=len(wanted),
+            ram_tokens=before,
+            cold_tokens=found - before,
+            donor=look.plan.donor,
+            reason=look.plan.reason,
+            divergence=look.plan.divergence,
         )
+        _count(space, plan)
+        if not found:
+            return None
+        node = self._intake.boundary(space, look.match.walk, found)
+        space.tree.touch(node)
+        self._holdings.use_checkpoint(node)
+        return self._lender.lend(space, node, plan)
+
+    def peek_prefix_len(self, tokens: TokenSource, namespace: str = "") -> int:
+        """Tokens of a prompt that RAM can serve. Refreshes nothing."""
+        wanted = as_tokens(tokens)
+        return self._peek(namespace).match(wanted, len(wanted) - 1).length
+
+    def find_exact(self, tokens: TokenSource, namespace: str = "") -> Entry | None:
+        """The entry of exactly these tokens, if all of it is in RAM and usable at its end."""
+        space = self._peek(namespace)
+        node = space.tree.find(tokens)
+        if node is None or not node.is_entry or not space.usable_at(node):
+            return None
+        pinned = node in space.tree.pinned_nodes()
+        size = resident_bytes(node.path())
+        return Entry(str(space.tree.name(node)), node.stop, size, node.leases, pinned)
+
+    def put_points(
+        self, tokens: TokenSource, namespace: str = "", boundaries: Iterable[int] = ()
+    ) -> tuple[int, ...]:
+        """The lengths, ascending, at which a prefill of `tokens` should pause and `put`.
+
+        They are the marked boundaries, and for layers that cannot be cut anywhere also where the
+        prompt leaves a stored path and every `CHECKPOINT_EVERY` tokens.
+        """
+        wanted, space = as_tokens(tokens), self._peek(namespace)
+        match = space.match(wanted, len(wanted) - 1)
+        points = set(boundaries)
+        layout = space.layout
+        if layout is None or layout.has_state or layout.has_windows:
+            points.add(match.walk.length)
+            points.update(range(CHECKPOINT_EVERY, len(wanted), CHECKPOINT_EVERY))
+        return tuple(sorted(at for at in points if match.length < at < len(wanted)))
+
+    # Storing
 
     def put(
         self,
-        tokens: Tokens,
-        caches: Sequence[Any],
+        tokens: TokenSource,
+        caches: Sequence[Any] | Row,
         namespace: str = "",
         lease: PromptLease | None = None,
     ) -> Stored:
         """Store the KV of `tokens`, held by `caches` at that offset; the caller keeps them.
 
-        Raises `CacheError` if the caches do not hold exactly these tokens, `UnsupportedCacheKind`
-        for a cache class without a codec; nothing is changed then.
+        Takes mlx-lm cache objects, clones, or a row. `lease` is the one the caches were taken with.
+        Raises `CacheError` if they do not hold exactly these tokens or differ from the namespace's,
+        `UnsupportedCacheKind` for a class without a codec; nothing is changed then.
         """
-        self._guard.check()
-        key = np.array(tokens, dtype=np.uint32)
-        if self.max_bytes == 0:
-            return Stored(False, 0, 0)
-        entry = _seal(key, caches)
-        _, matched = self._deepest(key, namespace)
-        if matched == len(key):
-            return Stored(True, 0, 0)
-        entries = self._entries.setdefault(namespace, [])
-        entries.append(entry)
-        while self.total_bytes > self.max_bytes and entries:
-            entries.pop(0)
-        return Stored(True, len(key) - matched, entry.bytes)
+        self._settle()
+        key = as_tokens(tokens)
+        if not self.max_bytes:
+            return Stored(0, 0, "off")
+        space = self._space(namespace)
+        try:
+            row = validated(key, caches, space, lease)
+        except SwarmError:
+            space.counts["rejected"] += 1
+            raise
+        stored, node = self._intake.store(space, key, row)
+        if node is None:
+            self._refused(space, key, row, stored)
+            return stored
+        space.counts["puts"] += 1
+        space.counts["duplicates"] += not stored.new_tokens
+        self._room.tidy()
+        self._announce(space, key, node, stored)
+        return stored
 
     def clear(self, namespace: str | None = None) -> None:
-        """Forget a namespace, or everything. Leases stay valid. Never spills."""
-        for name in [namespace] if namespace is not None else list(self._entries):
-            self._entries.pop(name, None)
+        """Forget a namespace, or everything. Leases stay valid; nothing is spilled."""
+        self._settle()
+        names = list(self._spaces) if namespace is None else [namespace]
+        for name in names:
+            if name in self._spaces:
+                for node in self._spaces[name].restart():
+                    self._holdings.vacate(node, None)
+                    if self._tier is not None:
+                        self._tier.left(node)
         mx.clear_cache()
 
-    def statistics(self) -> CacheStatistics:
-        """Sizes and counts, per namespace and in total."""
-        total = NamespaceStatistics(
-            hits=self.hits, misses=self.misses, extent_bytes=self.total_bytes
-        )
-        return CacheStatistics(
-            max_bytes=self.max_bytes, total=total, namespaces={}, leases=self._leases
-        )
+    def demote_idle(self, idle_seconds: float, now: float | None = None) -> int:
+        """Let go of leaves unused for so long that the cold tier or a sink has; returns how many.
 
-    def _released(self, lease: PromptLease) -> None:
-        self._leases -= 1
+        Without either it does nothing. What is still being written goes at a later call.
+        """
+        self._settle()
+        if not self._room.has_refuge:
+            return 0
+        demoted = self._room.demote_idle((self._clock() if now is None else now) - idle_seconds)
+        if demoted:
+            self._holdings.compact_until(lambda: not self._holdings.reclaimable_bytes)
+            mx.clear_cache()
+        return demoted
 
-    def _deepest(self, tokens: NDArray[np.uint32], namespace: str) -> tuple[_Entry | None, int]:
-        best, length = None, 0
-        for entry in self._entries.get(namespace, ()):
-            shared = min(len(entry.tokens), len(tokens))
-            unequal = np.flatnonzero(entry.tokens[:shared] != tokens[:shared])
-            common = int(unequal[0]) if len(unequal) else shared
-            if common > length:
-                best, length = entry, common
-        return best, length
+    # Steering
 
+    def pin(self, tokens: TokenSource, namespace: str = "", ttl: float = 300.0) -> int:
+        """Keep what is stored of `tokens` for `ttl` seconds; returns how many tokens that is.
 
-def _seal(tokens: NDArray[np.uint32], caches: Sequence[Any]) -> _Entry:
-    planes = []
-    for layer, cache in enumerate(caches):
-        if not isinstance(cache, KVCache):
-            raise UnsupportedCacheKind(f"layer {layer} has a {type(cache).__name__}")
-        if cache.offset != len(tokens):
+        Raises `CacheError` if more than half of the budget would be pinned.
+        """
+        self._settle()
+        wanted, space = as_tokens(tokens), self._peek(namespace)
+        match = space.match(wanted, len(wanted))
+        if not match.length:
+            return 0
+        node = match.walk.node_at(match.length)
+        pinned = {*node.path()}.union(*(each.tree.pinned_nodes() for each in self._spaces.values()))
+        size, limit = resident_bytes(pinned), self.max_bytes // PINNED_SHARE
+        if size > limit:
             raise CacheError(
-                f"layer {layer} holds {cache.offset} tokens; the key has {len(tokens)}"
+                f"{format_bytes(size)} would be pinned; the limit is {format_bytes(limit)}"
             )
-        keys, values = cache.keys_and_values()
-        planes.append((mx.contiguous(mx.array(keys)), mx.contiguous(mx.array(values))))
-    mx.eval(planes)
-    return _Entry(tokens, planes, sum(k.nbytes + v.nbytes for k, v in planes))
+        space.tree.pin(self._intake.boundary(space, match.walk, match.length), ttl)
+        return match.length
+
+    def next_use(self, target: TokenSource | PromptLease, eta: float, namespace: str = "") -> None:
+        """Hint that a prompt, or the sequence of a lease, is needed again in `eta` seconds.
+
+        `inf` stands for never.
+        """
+        self._guard.check()
+        if isinstance(target, PromptLease):
+            node = self._lender.node_of(target)
+        else:
+            path = self._peek(namespace).tree.walk(target).path
+            node = path[-1] if path else None
+        if node is not None:
+            node.tree.expect(node, eta)
+
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """Tell the cost gate of restores how long computing `tokens` took."""
+        if self._tier is not None:
+            self._tier.gate.note_prefill(tokens, seconds)
+
+    # Telling about itself
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of KV that the cache keeps alive: distinct extents and checkpoints."""
+        return self._holdings.total_bytes
+
+    @property
+    def hits(self) -> int:
+        """Takes that RAM could serve, whatever the cold tier had."""
+        return sum(space.counts["hits"] for space in self._spaces.values())
+
+    @property
+    def misses(self) -> int:
+        """Takes for which RAM had nothing."""
+        return sum(space.counts["misses"] for space in self._spaces.values())
+
+    @property
+    def demotions(self) -> int:
+        """Nodes that left RAM because the cold tier or a sink has them."""
+        return self._room.demotions
+
+    def statistics(self) -> CacheStatistics:
+        """Sizes and counts, per namespace and in total; takes time in proportion to the nodes."""
+        self._guard.check()
+        leased = self._lender.nodes()
+        each = {name: self._measure(space, leased) for name, space in self._spaces.items()}
+        total = sum(each.values(), start=NamespaceStatistics())
+        return CacheStatistics(
+            max_bytes=self.max_bytes,
+            total=total,
+            namespaces=each,
+            leases=len(self._lender),
+            departing_bytes=self._lender.departing_bytes,
+        )
+
+    def check_integrity(self) -> None:
+        """Assert every invariant of every part; for tests and idle moments."""
+        nodes: list[Node] = []
+        for space in self._spaces.values():
+            space.tree.check_integrity()
+            nodes.extend(space.tree.nodes())
+        self._queue.check_integrity()
+        self._holdings.check_integrity(nodes, self._lender.spans())
+        if self._tier is not None:
+            self._tier.check_integrity(set(nodes))
+
+    # Helpers
+
+    def _look(self, wanted: Tokens, space: Space, *, failed: bool = False) -> "_Look":
+        match = space.match(wanted, len(wanted) - 1)
+        others = self._spaces.values()
+        reason, divergence = explain(wanted, match, space, others, self._forgotten)
+        cold = self._cold_candidate(wanted, space, match.length) if not failed else None
+        gained = cold.length - match.length if cold is not None else 0
+        if failed:
+            reason = "restore_failed"
+        elif cold is not None and self._tier is not None:
+            if not self._tier.gate.opens_for(cold.bytes, gained):
+                cold, gained, reason = None, 0, "cost_gate"
+            elif cold.length == len(wanted) - 1:
+                reason = None
+        donor = None
+        if match.length:
+            at = match.walk.node_at(match.length)
+            donor = str(space.tree.name(space.tree.entry_below(at)))
+        plan = Plan(
+            prompt_tokens=len(wanted),
+            ram_tokens=match.length,
+            cold_tokens=gained,
+            donor=donor,
+            reason=reason,
+            divergence=divergence,
+        )
+        return _Look(match, plan, cold)
+
+    def _cold_candidate(self, wanted: Tokens, space: Space, ram_tokens: int) -> ColdMatch | None:
+        """What the cold tier has, if it is strictly longer than RAM and can be held."""
+        if self._tier is None or len(wanted) - 1 <= ram_tokens:
+            return None
+        found = self._tier.find(wanted[:-1], space.name)
+        if found is None or found.bytes > self.max_bytes:
+            return None
+        return found if ram_tokens < found.length < len(wanted) else None
+
+    def _promote(self, restoration: Restoration) -> bool:
+        """Make what was read resident, once; whether it is of use."""
+        tier = self._tier
+        assert tier is not None
+        space = self._space(restoration.namespace)
+        if not tier.settle(restoration):
+            return restoration.error is None
+        error: object = restoration.error
+        restored = restoration.restored
+        if restored is not None:
+            try:
+                row = validated(restoration.tokens, restored.caches, space)
+                _, node = self._intake.store(space, restoration.tokens, row, restored.release)
+            except SwarmError as refusal:
+                error = restoration.error = refusal
+            else:
+                return self._promoted(space, restoration, node)
+        tier.discard(restoration, error)
+        space.counts["restore_failures"] += 1
+        return False
+
+    def _promoted(self, space: Space, restoration: Restoration, node: Node | None) -> bool:
+        assert self._tier is not None
+        space.counts["restores"] += 1
+        if node is None:
+            restoration.error = CacheError("no room for what was restored")
+            return False
+        self._tier.cover(node)
+        return True
+
+    def _refused(self, space: Space, key: Tokens, row: Row | CacheRow, stored: Stored) -> None:
+        if stored.refusal != "oversize":
+            space.counts["unstored"] += 1
+            return
+        space.counts["oversize"] += 1
+        if isinstance(row, CacheRow):
+            self._room.pass_on(space, key, row.caches)
+
+    def _announce(self, space: Space, key: Tokens, node: Node, stored: Stored) -> None:
+        self._reporter.emit(
+            lambda now: Put(
+                time=now,
+                entry=str(space.tree.name(node)),
+                namespace=space.name,
+                tokens=len(key),
+                new_tokens=stored.new_tokens,
+                bytes=stored.new_bytes,
+            )
+        )
+        if self.on_put is None:
+            return
+        try:
+            self.on_put(space.name, key)
+        except Exception:
+            _log.exception("on_put failed in namespace %r", space.name)
+
+    def _measure(self, space: Space, leased: set[Node]) -> NamespaceStatistics:
+        return space.statistics()
+
+    def _settle(self) -> None:
+        """Check the thread, and take note of writes that ended."""
+        self._guard.check()
+        if self._tier is not None:
+            self._tier.drain()
+
+    def _space(self, namespace: str) -> Space:
+        if namespace not in self._spaces:
+            self._spaces[namespace] = self._peek(namespace)
+        return self._spaces[namespace]
+
+    def _peek(self, namespace: str) -> Space:
+        """A namespace, or an empty one that nobody keeps."""
+        return self._spaces.get(namespace) or Space(namespace, self._queue, self._clock)
 
 
-def _clone(keys: mx.array, values: mx.array, length: int) -> KVCache:
-    clone = KVCache()
-    clone.keys = mx.array(keys[..., :length, :])
-    clone.values = mx.array(values[..., :length, :])
-    clone.offset = length
-    return clone
+class _Look(NamedTuple):
+    match: Match
+    plan: Plan
+    cold: ColdMatch | None
+
+
+def _count(space: Space, plan: Plan) -> None:
+    space.counts["hits" if plan.ram_tokens else "misses"] += 1
+    space.counts["hit_tokens"] += plan.usable_tokens
+    space.counts["missed_tokens"] += plan.to_prefill
+    if plan.reason is not None:
+        space.reasons[plan.reason] += 1

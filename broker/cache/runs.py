@@ -1,4 +1,4 @@
-"""Sets of token positions as runs: disjoint, ascending, non-adjacent half-open intervals. No MLX."""
+"""Sets of token positions as runs: disjoint, ascending, half-open intervals. No MLX."""
 
 from collections.abc import Iterable
 
@@ -19,6 +19,12 @@ def clean_runs(runs: Iterable[tuple[int, int]]) -> Runs:
 def intersect_runs(left: Runs, right: Runs) -> Runs:
     """The positions in both."""
     return clean_runs((max(a, c), min(b, d)) for a, b in left for c, d in right)
+
+
+def without_runs(left: Runs, right: Runs) -> Runs:
+    """The positions of `left` that are not in `right`."""
+    bounds = [0, *(at for run in right for at in run), 1 << 62]
+    return intersect_runs(left, clean_runs(zip(bounds[::2], bounds[1::2], strict=True)))
 
 
 def count_runs(runs: Runs) -> int:

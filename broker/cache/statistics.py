@@ -32,7 +32,9 @@ class NamespaceStatistics(Struct, frozen=True, kw_only=True):
     duplicates: int = 0
     rejected: int = 0
     oversize: int = 0
+    unstored: int = 0
     evictions: int = 0
+    checkpoints_dropped: int = 0
     demotions: int = 0
     restores: int = 0
     restore_failures: int = 0
@@ -63,3 +65,4 @@ class CacheStatistics(Struct, frozen=True, kw_only=True):
     total: NamespaceStatistics
     namespaces: dict[str, NamespaceStatistics]
     leases: int
+    departing_bytes: int = 0

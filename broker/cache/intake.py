@@ -1,0 +1,281 @@
+"""Taking in what was computed: only what is new below the matched path is copied."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from ..errors import CacheError
+from ..trace.events import Split
+from .extents import Extent, ExtentRange, pack
+from .holdings import Holdings, Hook
+from .kinds import Checkpoint, layout_of, seal, snapshot, validate
+from .layout import Layout
+from .lease import PromptLease
+from .node import Node
+from .prefix_hash import Tokens
+from .reporter import Reporter
+from .room import Room
+from .runs import Runs, clean_runs, count_runs, intersect_runs, without_runs
+from .segments import Segment, coverage, select
+from .space import Space
+from .tier import ColdTier
+from .tree import Walk
+
+
+class Stored(NamedTuple):
+    """What a `put` did: `new_tokens` of the sequence and `new_bytes` of KV were not there before.
+
+    `refusal` says why nothing was stored, where that is no fault of the caller's: `off`, `oversize`
+    (the sequence alone exceeds the budget), `no_room` (what could make room is leased or pinned).
+    """
+
+    new_tokens: int
+    new_bytes: int
+    refusal: str | None = None
+
+    @property
+    def stored(self) -> bool:
+        """Whether the sequence is in the cache now."""
+        return self.refusal is None
+
+
+@runtime_checkable
+class Row(Protocol):
+    """A running row that can be stored as it stands, instead of a list of cache objects."""
+
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def length(self) -> int:
+        """Tokens whose KV it holds."""
+        ...
+
+    def cut(self, start: int, stop: int) -> Extent:
+        """Copy tokens [start, stop) into a new extent."""
+        ...
+
+    def checkpoint(self) -> Checkpoint | None:
+        """Owned copies of its state at `length`; None for a layout without state."""
+        ...
+
+
+class CacheRow:
+    """A list of cache objects, as a row."""
+
+    def __init__(self, caches: Sequence[Any]) -> None:
+        self.caches = caches
+        self.layout = layout_of(caches)
+
+    def cut(self, start: int, stop: int) -> Extent:
+        """Copy tokens [start, stop) into a new extent."""
+        return seal(self.caches, self.layout, start, stop)
+
+    def checkpoint(self) -> Checkpoint | None:
+        """Owned copies of the state leaves."""
+        return snapshot(self.caches, self.layout)
+
+    def validate(self, length: int) -> None:
+        """Raise `CacheError` unless the caches hold exactly `length` tokens."""
+        validate(self.caches, self.layout, length)
+
+
+class Intake:
+    """Puts rows into the tree of their namespace."""
+
+    def __init__(
+        self, holdings: Holdings, room: Room, reporter: Reporter, tier: ColdTier | None
+    ) -> None:
+        self._holdings = holdings
+        self._room = room
+        self._reporter = reporter
+        self._tier = tier
+
+    def store(
+        self, space: Space, key: Tokens, row: Row | CacheRow, hook: Hook | None = None
+    ) -> tuple[Stored, Node | None]:
+        """Store a validated row; returns the node where it ends, if it was stored.
+
+        Once the first byte is copied nothing can fail but the copy itself, which changes nothing.
+        """
+        layout, walk = row.layout, space.tree.walk(key)
+        with _held(walk):
+            gaps = _window_gaps(layout, walk, len(key))
+            refusal = self._admit(space, walk, len(key), layout, gaps)
+            if refusal is not None:
+                return Stored(0, 0, refusal), None
+            before = self._holdings.total_bytes
+            space.layout = layout
+            if walk.length < len(key):
+                node = self._append(space, key, row, walk.length, hook)
+            else:
+                node = self._mark(space, key)
+            self._fill(space, key, row, gaps)
+            self._checkpoint(node, row)
+        return Stored(len(key) - walk.length, self._holdings.total_bytes - before), node
+
+    def boundary(self, space: Space, walk: Walk, length: int) -> Node:
+        """The node that ends at `length` on a walked path, split there if need be."""
+        node = walk.node_at(length)
+        if node.stop == length:
+            return node
+        upper = space.tree.split(node, length)
+        self._divided(space, upper, node)
+        return upper
+
+    def _admit(
+        self, space: Space, walk: Walk, length: int, layout: Layout, gaps: Runs
+    ) -> str | None:
+        """Make room for what is new; why it cannot be stored, if it cannot."""
+        new = length - walk.length + count_runs(gaps)
+        state = layout.state_bytes
+        needed = layout.bytes_per_token * new + state
+        whole = _matched_bytes(walk) + needed
+        if whole > self._room.max_bytes or state > self._room.checkpoint_bytes:
+            return "oversize"
+        last = walk.path[-1] if walk.path else None
+        if last is not None and last.stop == length and last.checkpoint is not None:
+            needed, state = needed - state, 0
+        fits = self._room.trim_checkpoints(state) if state else True
+        return None if fits and self._room.make(needed) else "no_room"
+
+    def _append(
+        self, space: Space, key: Tokens, row: Row | CacheRow, start: int, hook: Hook | None
+    ) -> Node:
+        extent = row.cut(start, len(key))
+        span = self._holdings.adopt(extent, space.name, hook)
+        insertion = space.tree.insert(key, span)
+        assert insertion.created is not None
+        self._holdings.settle(insertion.created)
+        if insertion.split is not None:
+            lower = next(
+                child for child in insertion.split.children.values() if child != insertion.created
+            )
+            self._divided(space, insertion.split, lower)
+        return insertion.created
+
+    def _mark(self, space: Space, key: Tokens) -> Node:
+        """Make a stored path an entry; it was used just now."""
+        walk = space.tree.walk(key)
+        self.boundary(space, walk, len(key))
+        node = space.tree.insert(key).node
+        space.tree.touch(node)
+        return node
+
+    def _checkpoint(self, node: Node, row: Row | CacheRow) -> None:
+        if node.checkpoint is not None:
+            self._holdings.use_checkpoint(node)
+            return
+        checkpoint = row.checkpoint()
+        if checkpoint is not None:
+            self._holdings.keep_checkpoint(node, checkpoint)
+
+    def _fill(self, space: Space, key: Tokens, row: Row | CacheRow, gaps: Runs) -> None:
+        """Give the nodes above what their window layers lack and this row still has."""
+        walk = space.tree.walk(key)
+        for start, stop in gaps:
+            while start < stop:
+                node = walk.node_at(start + 1)
+                if node.start < start:
+                    self.boundary(space, walk, start)
+                if node.stop > stop:
+                    node = self.boundary(space, walk, stop)
+                self._refill(space, node, row)
+                start = node.stop
+
+    def _refill(self, space: Space, node: Node, row: Row | CacheRow) -> None:
+        held = node.span
+        assert isinstance(held, ExtentRange)
+        extent = _merged(held, row.cut(node.start, node.stop))
+        self._holdings.replace(node, self._holdings.adopt(extent, space.name))
+
+    def _divided(self, space: Space, upper: Node, lower: Node) -> None:
+        if self._tier is not None:
+            self._tier.divided(upper, lower)
+        self._reporter.emit(
+            lambda now: Split(
+                time=now,
+                entry=str(space.tree.name(lower)),
+                namespace=space.name,
+                at=upper.stop,
+            )
+        )
+
+
+@contextmanager
+def _held(walk: Walk) -> Iterator[None]:
+    """Keep the walked path in the tree."""
+    node = walk.path[-1] if walk.path else None
+    if node is not None:
+        node.tree.lease(node)
+    try:
+        yield
+    finally:
+        if node is not None:
+            node.tree.release(node)
+
+
+def _matched_bytes(walk: Walk) -> int:
+    """Exact KV bytes of the matched tokens."""
+    total = 0
+    for node in walk.path:
+        if isinstance(node.span, ExtentRange):
+            total += node.span.extent.bytes_between(node.start, min(node.stop, walk.length))
+    return total
+
+
+def _window_gaps(layout: Layout, walk: Walk, length: int) -> Runs:
+    """The matched positions that some window layer needs at `length` and no node holds."""
+    missing: list[tuple[int, int]] = []
+    spans = [node.span for node in walk.path if isinstance(node.span, ExtentRange)]
+    for index, group in enumerate(layout.groups):
+        if group.retention.window:
+            needed = intersect_runs(group.retention.needed(length), ((0, walk.length),))
+            held = clean_runs(run for span in spans for run in span.runs(index))
+            missing.extend(without_runs(needed, held))
+    return clean_runs(missing)
+
+
+def _merged(held: ExtentRange, fresh: Extent) -> Extent:
+    """`fresh`, with what only `held` has for some window layer."""
+    layout = fresh.layout
+    runs = tuple(
+        clean_runs([*fresh.runs[index], *held.runs(index)]) for index in range(len(layout.groups))
+    )
+    if runs == fresh.runs:
+        return fresh
+
+    def segments(leaf: int) -> list[Segment]:
+        ours = fresh.segments(leaf, fresh.start, fresh.stop)
+        theirs = held.segments(leaf)
+        lacking = without_runs(coverage(theirs), coverage(ours))
+        return sorted([*ours, *select(theirs, lacking)], key=lambda segment: segment.start)
+
+    return pack(layout, fresh.start, fresh.stop, runs, segments)
+
+
+def validated(
+    key: Tokens, caches: Sequence[Any] | Row, space: Space, lease: PromptLease | None = None
+) -> Row | CacheRow:
+    """What is to be stored, as a row; raises `CacheError` if something speaks against it."""
+    if not len(key):
+        raise CacheError("an entry needs at least one token; got 0")
+    if lease is not None:
+        _require_lease(key, space, lease)
+    if isinstance(caches, Row):
+        if caches.length != len(key):
+            raise CacheError(f"the row holds {caches.length} tokens; the key has {len(key)}")
+        row: Row | CacheRow = caches
+    else:
+        row = CacheRow(caches)
+        row.validate(len(key))
+    if space.layout is not None:
+        space.layout.require(row.layout)
+    return row
+
+
+def _require_lease(key: Tokens, space: Space, lease: PromptLease) -> None:
+    length = lease.length
+    if lease.namespace != space.name:
+        raise CacheError(f"a lease of namespace {lease.namespace!r} put into {space.name!r}")
+    if length > len(key) or not (key[:length] == lease.tokens).all():
+        raise CacheError(f"the lease's {length} tokens do not begin the {len(key)} tokens put")

@@ -1,0 +1,239 @@
+"""Making room: which leaves go, who gets to see them first, and what is compacted instead."""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import Any
+
+import mlx.core as mx
+
+from ..trace.events import Evicted
+from .cold import OwnedSpill, Spill, SyncSpill
+from .eviction import EvictionQueue
+from .holdings import Holdings
+from .kinds import materialise
+from .lease import Lender, PromptLease
+from .node import Node
+from .plan import Plan
+from .prefix_hash import Tokens
+from .reasons import Forgotten
+from .reporter import Reporter
+from .space import Space, resident_bytes
+from .tier import ColdTier
+
+POOL_SHARE = 16
+"""MLX's pool of freed buffers may hold this fraction of the budget after an eviction."""
+
+SLACK_SHARE = 4
+"""Extents are compacted when more than one byte in so many is dead."""
+
+_log = logging.getLogger(__name__)
+
+
+class Room:
+    """Evicts, spills, demotes and compacts, so that the bytes held stay under `max_bytes`."""
+
+    def __init__(
+        self,
+        max_bytes: int,
+        checkpoint_bytes: int,
+        *,
+        spaces: dict[str, Space],
+        holdings: Holdings,
+        queue: EvictionQueue,
+        lender: Lender,
+        forgotten: Forgotten,
+        reporter: Reporter,
+        tier: ColdTier | None,
+        spill: Spill | None,
+    ) -> None:
+        self.max_bytes = max_bytes
+        self.checkpoint_bytes = checkpoint_bytes
+        self.demotions = 0
+        self._spaces = spaces
+        self._holdings = holdings
+        self._queue = queue
+        self._lender = lender
+        self._forgotten = forgotten
+        self._reporter = reporter
+        self._tier = tier
+        self._spill = spill
+
+    @property
+    def has_refuge(self) -> bool:
+        """Whether what leaves RAM goes anywhere."""
+        return self._cold is not None or self._spill is not None
+
+    def make(self, needed: int = 0) -> bool:
+        """Evict and compact until `needed` more bytes fit; whether they do.
+
+        What is on its way out (to a sink, or to the cold tier) may exceed the budget by as much as
+        may be in flight.
+        """
+        target = self.max_bytes - needed
+        if self._fits(target, needed, 0):
+            return True
+        holdings = self._holdings
+        self._evict_until(lambda: self._fits(target, needed, holdings.reclaimable_bytes))
+        holdings.compact_until(lambda: self._fits(target, needed, 0))
+        self._trim_pool()
+        allowance = self._cold.write_limit if self._cold is not None else 0
+        return self._fits(target + allowance, needed, 0)
+
+    def tidy(self) -> None:
+        """Compact once more than a share of what extents hold is dead."""
+        holdings = self._holdings
+        if holdings.reclaimable_bytes > holdings.extent_bytes // SLACK_SHARE:
+            holdings.compact_until(
+                lambda: holdings.reclaimable_bytes <= holdings.extent_bytes // (2 * SLACK_SHARE)
+            )
+
+    def trim_checkpoints(self, needed: int = 0) -> bool:
+        """Drop the least recently used checkpoints until `needed` more bytes fit their budget."""
+        target = self.checkpoint_bytes - needed
+        for node in list(self._holdings.checkpoints):
+            if self._holdings.checkpoint_bytes <= target:
+                break
+            if not node.leases and not node.tree.is_pinned(node):
+                self._space(node).counts["checkpoints_dropped"] += 1
+                self._holdings.drop_checkpoint(node)
+                self._prune(node)
+        return self._holdings.checkpoint_bytes <= target
+
+    def demote_idle(self, before: float) -> int:
+        """Let go of the leaves last used before a time, as far as the cold tier covers them."""
+        before_count = self.demotions
+        for space in list(self._spaces.values()):
+            for node in space.tree.leaves_first():
+                idle = node.last_used <= before and not node.tree.is_pinned(node)
+                if idle and node.is_held_leaf:
+                    self._let_go(space, node, only_if_kept=True)
+        if self._tier is not None and self._tier.drain():
+            return self.demotions - before_count + self.demote_idle(before)
+        return self.demotions - before_count
+
+    def pass_on(self, space: Space, tokens: Tokens, caches: Sequence[Any]) -> bool:
+        """Give an entry that RAM cannot hold to the cold tier or the sink; whether they took it."""
+        plan = Plan(prompt_tokens=len(tokens), ram_tokens=len(tokens))
+        if isinstance(self._spill, SyncSpill):
+            return self._contained(space, self._spill.spill_sync, tokens, caches, space.name)
+        if not self.has_refuge:
+            return False
+        lease = PromptLease(
+            tokens,
+            materialise(caches),
+            namespace=space.name,
+            plan=plan,
+            on_release=lambda lease: None,
+        )
+        if self._cold is not None:
+            return self._cold.write_through(space.name, lease)
+        assert isinstance(self._spill, OwnedSpill)
+        if self._contained(space, self._spill.spill_owned, lease, space.name):
+            return True
+        lease.release()
+        return False
+
+    def _evict_until(self, enough: Callable[[], bool]) -> None:
+        again = True
+        while again and not enough():
+            with closing(self._queue.victims()) as victims:
+                for node in victims:
+                    if enough():
+                        return
+                    self._let_go(self._space(node), node)
+            again = self._tier is not None and self._tier.drain()
+
+    def _let_go(self, space: Space, node: Node, *, only_if_kept: bool = False) -> None:
+        """Evict a leaf, unless the cold tier has to cover it first: then start that.
+
+        With `only_if_kept` nothing goes that nobody took.
+        """
+        tier = self._cold
+        if tier is not None and space.usable_at(node) and not tier.is_durable(node):
+            if not tier.is_writing(node) and tier.write(space, node):
+                space.counts["spills"] += 1
+            return
+        covered = self._tier is not None and self._tier.is_durable(node)
+        kept = self._spilled(space, node) or covered
+        if only_if_kept and not kept:
+            return
+        space.counts["demotions"] += kept
+        self.demotions += kept
+        self._evict(space, node)
+
+    def _evict(self, space: Space, node: Node) -> None:
+        parent, start = node.parent, node.start
+        tokens, size = space.tree.tokens_of(node), resident_bytes([node])
+        self._reporter.emit(
+            lambda now: Evicted(
+                time=now,
+                entry=str(space.tree.name(node)),
+                namespace=space.name,
+                tokens=len(node),
+                bytes=size,
+            )
+        )
+        self._forgotten.add(space.name, tokens, start)
+        space.tree.remove(node)
+        self._holdings.vacate(node, parent)
+        if self._tier is not None:
+            self._tier.left(node)
+        space.counts["evictions"] += 1
+
+    def _prune(self, node: Node) -> None:
+        """Remove a leaf that serves no length any more, and what that leaves useless above it."""
+        space = self._space(node)
+        layout = space.layout
+        while layout is not None and layout.has_state and node.is_held_leaf:
+            parent = node.parent
+            if node.checkpoint is not None or parent is None or node.tree.is_pinned(node):
+                return
+            self._evict(space, node)
+            node = parent
+
+    def _spilled(self, space: Space, node: Node) -> bool:
+        """Whether a sink took what a leaf holds; a failing sink changes nothing."""
+        spill = self._spill
+        if spill is None or not space.usable_at(node):
+            return False
+        plan = Plan(prompt_tokens=node.stop, ram_tokens=node.stop)
+        lease = self._lender.lend(space, node, plan)
+        if isinstance(spill, SyncSpill):
+            taken = self._contained(space, spill.spill_sync, lease.tokens, lease.caches, space.name)
+            lease.release()
+            return taken
+        # The node leaves now; what the sink owns stays charged until it lets go.
+        self._lender.detach(lease)
+        taken = self._contained(space, spill.spill_owned, lease, space.name)
+        if not taken:
+            lease.release()
+        return taken
+
+    def _contained(self, space: Space, sink: Callable[..., None], *given: Any) -> bool:
+        """Call a sink; whether it took what it was given."""
+        try:
+            sink(*given)
+        except Exception:
+            _log.exception("a spill sink failed in namespace %r", space.name)
+            space.counts["spill_failures"] += 1
+            return False
+        space.counts["spills"] += 1
+        return True
+
+    @property
+    def _cold(self) -> ColdTier | None:
+        return self._tier if self._tier is not None and self._tier.is_available else None
+
+    def _fits(self, target: int, needed: int, reclaimable: int) -> bool:
+        """Whether what would stay is within `target`, and the ledger has `needed` bytes."""
+        gone = reclaimable + self._lender.departing_bytes
+        stays = self._holdings.total_bytes - gone
+        return stays <= target and self._holdings.allowed_bytes + gone >= needed
+
+    def _space(self, node: Node) -> Space:
+        return self._spaces[node.tree.namespace]
+
+    def _trim_pool(self) -> None:
+        if mx.get_cache_memory() > self.max_bytes // POOL_SHARE:
+            mx.clear_cache()
