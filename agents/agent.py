@@ -73,6 +73,11 @@ class Agent:
         return self._transcript.messages
 
     @property
+    def tokens(self) -> tuple[int, ...]:
+        """The conversation as tokens; a further turn's prompt begins with them."""
+        return self._transcript.tokens
+
+    @property
     def usage(self) -> Usage:
         """The cost of all turns that are over, failed ones included."""
         return sum((turn.result.usage for turn in self._turns if turn.result), Usage())

@@ -83,6 +83,11 @@ class EventFeed:
         self.running = 0
         self._subscribers: WeakSet[EventStream] = WeakSet()
 
+    @property
+    def has_subscribers(self) -> bool:
+        """Whether anybody listens; without, an event need not be made."""
+        return bool(self._subscribers)
+
     def subscribe(self) -> "EventStream":
         """A stream of the events from now on. One that is dropped is forgotten."""
         stream = EventStream(self)

@@ -130,6 +130,12 @@ class Turn:
 
     def _take(self, event: StreamEvent, prompt: Prompt) -> None:
         match event:
+            case Delta():
+                self._output_tokens += len(event.tokens)
+                if event.text:
+                    self._parts.append(event.text)
+                    self._signal.notify()
+                self._publish(AgentDelta, text=event.text, tokens=event.tokens)
             case Started():
                 self._started = event
                 self._publish(
@@ -138,12 +144,6 @@ class Turn:
                     ram_tokens=event.ram_tokens,
                     cold_tokens=event.cold_tokens,
                 )
-            case Delta(text=text, tokens=tokens):
-                self._output_tokens += len(tokens)
-                if text:
-                    self._parts.append(text)
-                self._signal.notify()
-                self._publish(AgentDelta, text=text, tokens=tokens)
             case Completed():
                 self._completed = event
                 if event.finish_reason != "cancelled":
@@ -209,7 +209,8 @@ class Turn:
         )
 
     def _publish(self, kind: Callable[..., SwarmEvent], **fields: object) -> None:
-        self._scope.feed.publish(kind(agent=self.agent, turn=self.number, **fields))
+        if self._scope.feed.has_subscribers:
+            self._scope.feed.publish(kind(agent=self.agent, turn=self.number, **fields))
 
 
 class TextStream:

@@ -227,6 +227,35 @@ async def test_cancelling_the_surrounding_scope_leaves_nothing_running() -> None
     assert states == ["cancelled"] * len(swarm.agents)
 
 
+@pytest.mark.parametrize("checkpoints", range(0, 40, 3))
+async def test_cancelling_at_any_await_leaves_nothing_open(checkpoints: int) -> None:
+    broker = FakeBroker(echo)
+
+    async def cancel_later(scope: anyio.CancelScope) -> None:
+        for _ in range(checkpoints):
+            await anyio.lowlevel.checkpoint()
+        scope.cancel()
+
+    with anyio.CancelScope() as surrounding:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(cancel_later, surrounding)
+            async with Swarm(broker, concurrency=2) as swarm:
+                for number in range(4):
+                    swarm.spawn(f"task {number}").ask("and then?")
+                async for _ in swarm.events():
+                    pass
+                await swarm.map(["fail", "one more"])
+    assert broker.open == 0
+    assert all(turn.result for agent in swarm.agents for turn in agent.turns)
+    assert [event async for event in swarm.events()] == []
+
+
+async def test_five_hundred_agents_run_in_one_swarm() -> None:
+    async with Swarm(FakeBroker(echo), concurrency=32) as swarm:
+        results = await swarm.map([str(number) for number in range(500)])
+    assert results.values() == [str(number) for number in range(500)]
+
+
 async def test_cancelling_a_map_cancels_its_agents_only() -> None:
     gate = anyio.Event()
     broker = FakeBroker(lambda request: Reply("late", gate=gate))
