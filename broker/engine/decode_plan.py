@@ -1,0 +1,138 @@
+"""Which rows of a decode step share what, and how long their own tails are: made once a step."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from .kernels.schedule import Segment
+
+MASK_STEP = 128
+"""Masks of tails come in multiples of this many tokens, so that few shapes are seen."""
+
+
+class Group(NamedTuple):
+    """Rows of the batch that attend to one shared span of `length` tokens.
+
+    `start` is the absolute position of the span's first token; only windows look at it. A row may
+    be in several groups (nested spans: one group for each node of the tree on its path) or none.
+    """
+
+    rows: Sequence[int]
+    length: int
+    start: int = 0
+
+
+class DecodePlan:
+    """The rows of a decode step and their groups, for all layers of one kind.
+
+    `lengths[n]` counts the tokens of row n's tail, the one of this step included (0 is allowed in a
+    row with a span). `slots[n]` is the slot of the slab that holds the tail (default n),
+    `begins[n]` the first token in it that counts (default 0). With a `window` a row sees its last
+    `window` positions only, and `positions[n]` is the absolute position of its tail's index 0.
+
+    Layers with another window need a plan of their own; `advance` gives the plan of the next step
+    without making the tables again.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        lengths: Sequence[int],
+        *,
+        slots: Sequence[int] | None = None,
+        begins: Sequence[int] | None = None,
+        window: int = 0,
+        positions: Sequence[int] | None = None,
+    ) -> None:
+        self.rows = len(lengths)
+        self.groups = tuple(groups)
+        self.window = window
+        self.host_lengths = list(lengths)
+        self.host_slots = list(range(self.rows) if slots is None else slots)
+        self.host_begins = [0] * self.rows if begins is None else list(begins)
+        self.positions = [0] * self.rows if positions is None else list(positions)
+        assert not window or positions is not None, "a window needs the rows' positions"
+        assert all(0 <= row < self.rows for group in groups for row in group.rows)
+        self.lengths = mx.array(self.host_lengths, mx.int32)
+        self.slots = mx.array(self.host_slots, mx.int32)
+        self._prepared: dict[Any, Any] = {}
+        self._step: dict[Any, Any] = {}
+
+    def advance(self) -> "DecodePlan":
+        """The plan of the next step: the same rows and groups, every tail one token longer."""
+        following = object.__new__(DecodePlan)
+        following.__dict__.update(self.__dict__)
+        following.host_lengths = [length + 1 for length in self.host_lengths]
+        following.lengths = self.lengths + 1
+        following._step = {}
+        return following
+
+    def prepared(self, key: Any, prepare: Callable[["DecodePlan", Any], Any]) -> Any:
+        """`prepare(plan, key)`, made once for this plan and those that it advances to."""
+        if key not in self._prepared:
+            self._prepared[key] = prepare(self, key)
+        return self._prepared[key]
+
+    def segments(self) -> list[Segment]:
+        """The groups' spans, less what no row of the group can see through its window."""
+        segments = []
+        for index, group in enumerate(self.groups):
+            begin = 0
+            if self.window and len(group.rows):
+                begin = max(0, min(self._first_seen(row) for row in group.rows) - group.start)
+            if begin < group.length and len(group.rows):
+                segments.append(Segment(index + 1, 0, group.rows, begin, group.length, group.start))
+        return segments
+
+    @property
+    def moved_slots(self) -> mx.array | None:
+        """The slots, or None where row n's is slot n."""
+        return None if self.host_slots == list(range(self.rows)) else self.slots
+
+    def span_rows(self, index: int) -> tuple[mx.array | slice, mx.array | None]:
+        """How to pick a group's rows out of the batch, and where in them each row is (len(rows):
+        nowhere); None if the group is the whole batch in order."""
+        picked: tuple[mx.array | slice, mx.array | None] = self.prepared(
+            ("rows", index), DecodePlan._span_rows
+        )
+        return picked
+
+    def span_mask(self, index: int) -> mx.array | None:
+        """Boolean [rows of the group, P]: what the window leaves visible; None without one."""
+        if not self.window:
+            return None
+        if index not in self._step:
+            group = self.groups[index]
+            first = np.array([self._first_seen(row) - group.start for row in group.rows], np.int32)
+            self._step[index] = mx.arange(group.length)[None] >= mx.array(first)[:, None]
+        mask: mx.array = self._step[index]
+        return mask
+
+    def tail_mask(self) -> mx.array:
+        """Boolean [N, T]: the tokens of each row's slot that it sees, T the longest tail."""
+        if "tails" not in self._step:
+            begins = np.array(self.host_begins)
+            if self.window:
+                begins = np.maximum(begins, np.array(self.host_lengths) - self.window)
+            longest = max(1, *self.host_lengths) if self.rows else 1
+            tokens = mx.arange(-(-longest // MASK_STEP) * MASK_STEP)[None]
+            seen = tokens >= mx.array(begins.astype(np.int32))[:, None]
+            self._step["tails"] = seen & (tokens < self.lengths[:, None])
+        mask: mx.array = self._step["tails"]
+        return mask
+
+    def _first_seen(self, row: int) -> int:
+        """The absolute position of the first token in a row's window."""
+        return self.positions[row] + self.host_lengths[row] - self.window
+
+    def _span_rows(self, key: tuple[str, int]) -> tuple[mx.array | slice, mx.array | None]:
+        rows = list(self.groups[key[1]].rows)
+        if rows == list(range(self.rows)):
+            return slice(None), None
+        places = np.full(self.rows, len(rows), np.int32)
+        places[rows] = np.arange(len(rows))
+        contiguous = bool(rows) and rows == list(range(rows[0], rows[-1] + 1))
+        chosen = slice(rows[0], rows[-1] + 1) if contiguous else mx.array(rows, mx.int32)
+        return chosen, mx.array(places)
