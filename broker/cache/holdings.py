@@ -100,6 +100,10 @@ class Holdings:
             del self._leased[span.extent]
         self.release(span)
 
+    def slack_of(self, extent: Extent) -> int:
+        """Bytes of an extent that no node and no lease needs."""
+        return self._slack.get(extent, 0)
+
     def is_lent(self, extent: Extent) -> bool:
         """Whether a clone reads it."""
         return extent in self._leased

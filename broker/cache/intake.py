@@ -18,8 +18,8 @@ from .room import Room
 from .runs import Runs, clean_runs, count_runs, intersect_runs, without_runs
 from .segments import Segment, coverage, select
 from .space import Space
-from .tier import ColdTier
 from .tree import Walk
+from .writes import ColdWrites
 
 
 class Stored(NamedTuple):
@@ -83,12 +83,12 @@ class Intake:
     """Puts rows into the tree of their namespace."""
 
     def __init__(
-        self, holdings: Holdings, room: Room, reporter: Reporter, tier: ColdTier | None
+        self, holdings: Holdings, room: Room, reporter: Reporter, writes: ColdWrites | None
     ) -> None:
         self._holdings = holdings
         self._room = room
         self._reporter = reporter
-        self._tier = tier
+        self._writes = writes
 
     def store(
         self, space: Space, key: Tokens, row: Row | CacheRow, hook: Hook | None = None
@@ -189,8 +189,8 @@ class Intake:
         self._holdings.replace(node, self._holdings.adopt(extent, space.name))
 
     def _divided(self, space: Space, upper: Node, lower: Node) -> None:
-        if self._tier is not None:
-            self._tier.divided(upper, lower)
+        if self._writes is not None:
+            self._writes.divided(upper, lower)
         self._reporter.emit(
             lambda now: Split(
                 time=now,

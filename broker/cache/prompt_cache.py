@@ -6,26 +6,30 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import msgspec
 
 from ..affinity import ThreadGuard
 from ..errors import CacheError, SwarmError
 from ..trace.events import Put
-from .cold import ColdMatch, ColdStore, Spill
+from .cold import ColdStore, Spill
 from .eviction import EvictionPolicy, EvictionQueue
 from .holdings import Holdings
 from .intake import CacheRow, Intake, Row, Stored, validated
 from .lease import Lender, PromptLease
 from .ledger import Ledger, format_bytes
+from .lookup import Lookup, put_points
+from .measure import measure
 from .node import Node
 from .plan import Plan
 from .prefix_hash import Tokens, TokenSource, as_tokens
-from .reasons import Forgotten, explain
+from .reasons import Forgotten
 from .reporter import Reporter, Trace
+from .restores import Restoration, Restores
 from .room import Room
-from .space import Match, Space, resident_bytes
+from .space import Space, resident_bytes
 from .statistics import CacheStatistics, NamespaceStatistics
-from .tier import ColdTier, Restoration
-from .tree import MonotoneClock
+from .tree import MonotoneClock, PrefixTree
+from .writes import ColdWrites
 
 __all__ = ["Entry", "PromptCache", "PromptLease", "Stored"]
 
@@ -37,9 +41,6 @@ PINNED_SHARE = 2
 
 WRITE_SHARE = 4
 """One byte of the budget in so many may be on its way to the cold tier."""
-
-CHECKPOINT_EVERY = 2048
-"""Tokens between the checkpoints of a long prefill."""
 
 _log = logging.getLogger(__name__)
 
@@ -81,10 +82,10 @@ class PromptCache:
         self._queue = EvictionQueue(policy, self._clock)
         self._holdings = Holdings(ledger)
         self._lender = Lender(self._holdings)
-        self._forgotten = Forgotten()
         self._reporter = Reporter(trace)
-        self._tier = (
-            ColdTier(cold, self._lender, self._clock, max_bytes // WRITE_SHARE) if cold else None
+        forgotten = Forgotten()
+        self._writes = (
+            ColdWrites(cold, self._lender, max_bytes // WRITE_SHARE) if cold is not None else None
         )
         self._room = Room(
             max_bytes,
@@ -93,19 +94,21 @@ class PromptCache:
             holdings=self._holdings,
             queue=self._queue,
             lender=self._lender,
-            forgotten=self._forgotten,
+            forgotten=forgotten,
             reporter=self._reporter,
-            tier=self._tier,
+            writes=self._writes,
             spill=spill,
         )
-        self._intake = Intake(self._holdings, self._room, self._reporter, self._tier)
+        self._intake = Intake(self._holdings, self._room, self._reporter, self._writes)
+        self._restores = Restores(cold, self._intake, self._clock) if cold is not None else None
+        self._lookup = Lookup(self._spaces, forgotten, self._restores, max_bytes)
 
     # Looking up
 
     def plan(self, tokens: TokenSource, namespace: str = "") -> Plan:
         """Where the KV of `tokens` would come from. Changes nothing."""
         self._guard.check()
-        return self._look(as_tokens(tokens), self._peek(namespace)).plan
+        return self._lookup.look(as_tokens(tokens), self._peek(namespace)).plan
 
     def take(self, tokens: TokenSource, namespace: str = "") -> PromptLease | None:
         """A clone of the deepest usable prefix, restored first if that pays; None if there is none.
@@ -123,11 +126,11 @@ class PromptCache:
         Prompts that need the same stored sequence share one.
         """
         self._guard.check()
-        wanted = as_tokens(tokens)
-        look = self._look(wanted, self._peek(namespace))
-        if look.cold is None or self._tier is None:
+        wanted, space = as_tokens(tokens), self._peek(namespace)
+        look = self._lookup.look(wanted, space)
+        if look.cold is None or self._restores is None:
             return None
-        return self._tier.restoration(look.cold, namespace, wanted, look.plan.ram_tokens)
+        return self._restores.start(look.cold, space, wanted, look.plan.ram_tokens)
 
     def lease(
         self,
@@ -135,20 +138,18 @@ class PromptCache:
         namespace: str = "",
         restoration: Restoration | None = None,
     ) -> PromptLease | None:
-        """What `take` does once nothing is left to read; `restoration` must have run."""
+        """What `take` does once nothing is left to read; `restoration`, if any, must have run."""
         self._settle()
         wanted, space = as_tokens(tokens), self._space(namespace)
-        failed = restoration is not None and not self._promote(restoration)
-        look = self._look(wanted, space, failed=failed)
-        found = look.plan.ram_tokens
-        before = found if restoration is None else min(restoration.ram_tokens, found)
-        plan = Plan(
-            prompt_tokens=len(wanted),
+        look = self._lookup.look(wanted, space, self._promote(restoration, space))
+        found = before = look.plan.ram_tokens
+        if restoration is not None:
+            before = min(restoration.ram_tokens, found)
+        plan = msgspec.structs.replace(
+            look.plan,
             ram_tokens=before,
             cold_tokens=found - before,
-            donor=look.plan.donor,
-            reason=look.plan.reason,
-            divergence=look.plan.divergence,
+            reason="not_worth_waiting" if look.cold is not None else look.plan.reason,
         )
         _count(space, plan)
         if not found:
@@ -181,14 +182,7 @@ class PromptCache:
         They are the marked boundaries, and for layers that cannot be cut anywhere also where the
         prompt leaves a stored path and every `CHECKPOINT_EVERY` tokens.
         """
-        wanted, space = as_tokens(tokens), self._peek(namespace)
-        match = space.match(wanted, len(wanted) - 1)
-        points = set(boundaries)
-        layout = space.layout
-        if layout is None or layout.has_state or layout.has_windows:
-            points.add(match.walk.length)
-            points.update(range(CHECKPOINT_EVERY, len(wanted), CHECKPOINT_EVERY))
-        return tuple(sorted(at for at in points if match.length < at < len(wanted)))
+        return put_points(as_tokens(tokens), self._peek(namespace), set(boundaries))
 
     # Storing
 
@@ -233,8 +227,8 @@ class PromptCache:
             if name in self._spaces:
                 for node in self._spaces[name].restart():
                     self._holdings.vacate(node, None)
-                    if self._tier is not None:
-                        self._tier.left(node)
+                    if self._writes is not None:
+                        self._writes.left(node)
         mx.clear_cache()
 
     def demote_idle(self, idle_seconds: float, now: float | None = None) -> int:
@@ -289,8 +283,8 @@ class PromptCache:
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
         """Tell the cost gate of restores how long computing `tokens` took."""
-        if self._tier is not None:
-            self._tier.gate.note_prefill(tokens, seconds)
+        if self._restores is not None:
+            self._restores.gate.note_prefill(tokens, seconds)
 
     # Telling about itself
 
@@ -314,11 +308,18 @@ class PromptCache:
         """Nodes that left RAM because the cold tier or a sink has them."""
         return self._room.demotions
 
+    def tree(self, namespace: str = "") -> PrefixTree:
+        """The index of a namespace, to be read."""
+        return self._peek(namespace).tree
+
     def statistics(self) -> CacheStatistics:
         """Sizes and counts, per namespace and in total; takes time in proportion to the nodes."""
         self._guard.check()
-        leased = self._lender.nodes()
-        each = {name: self._measure(space, leased) for name, space in self._spaces.items()}
+        is_durable = self._writes.is_durable if self._writes is not None else None
+        each = {
+            name: measure(space, self._holdings, self._lender, is_durable)
+            for name, space in self._spaces.items()
+        }
         total = sum(each.values(), start=NamespaceStatistics())
         return CacheStatistics(
             max_bytes=self.max_bytes,
@@ -336,76 +337,21 @@ class PromptCache:
             nodes.extend(space.tree.nodes())
         self._queue.check_integrity()
         self._holdings.check_integrity(nodes, self._lender.spans())
-        if self._tier is not None:
-            self._tier.check_integrity(set(nodes))
+        if self._writes is not None:
+            self._writes.check_integrity(set(nodes))
 
     # Helpers
 
-    def _look(self, wanted: Tokens, space: Space, *, failed: bool = False) -> "_Look":
-        match = space.match(wanted, len(wanted) - 1)
-        others = self._spaces.values()
-        reason, divergence = explain(wanted, match, space, others, self._forgotten)
-        cold = self._cold_candidate(wanted, space, match.length) if not failed else None
-        gained = cold.length - match.length if cold is not None else 0
-        if failed:
-            reason = "restore_failed"
-        elif cold is not None and self._tier is not None:
-            if not self._tier.gate.opens_for(cold.bytes, gained):
-                cold, gained, reason = None, 0, "cost_gate"
-            elif cold.length == len(wanted) - 1:
-                reason = None
-        donor = None
-        if match.length:
-            at = match.walk.node_at(match.length)
-            donor = str(space.tree.name(space.tree.entry_below(at)))
-        plan = Plan(
-            prompt_tokens=len(wanted),
-            ram_tokens=match.length,
-            cold_tokens=gained,
-            donor=donor,
-            reason=reason,
-            divergence=divergence,
-        )
-        return _Look(match, plan, cold)
-
-    def _cold_candidate(self, wanted: Tokens, space: Space, ram_tokens: int) -> ColdMatch | None:
-        """What the cold tier has, if it is strictly longer than RAM and can be held."""
-        if self._tier is None or len(wanted) - 1 <= ram_tokens:
+    def _promote(self, restoration: Restoration | None, space: Space) -> int | None:
+        """Make what was read resident; returns the tokens that RAM should have now."""
+        if restoration is None:
             return None
-        found = self._tier.find(wanted[:-1], space.name)
-        if found is None or found.bytes > self.max_bytes:
-            return None
-        return found if ram_tokens < found.length < len(wanted) else None
-
-    def _promote(self, restoration: Restoration) -> bool:
-        """Make what was read resident, once; whether it is of use."""
-        tier = self._tier
-        assert tier is not None
-        space = self._space(restoration.namespace)
-        if not tier.settle(restoration):
-            return restoration.error is None
-        error: object = restoration.error
-        restored = restoration.restored
-        if restored is not None:
-            try:
-                row = validated(restoration.tokens, restored.caches, space)
-                _, node = self._intake.store(space, restoration.tokens, row, restored.release)
-            except SwarmError as refusal:
-                error = restoration.error = refusal
-            else:
-                return self._promoted(space, restoration, node)
-        tier.discard(restoration, error)
-        space.counts["restore_failures"] += 1
-        return False
-
-    def _promoted(self, space: Space, restoration: Restoration, node: Node | None) -> bool:
-        assert self._tier is not None
-        space.counts["restores"] += 1
-        if node is None:
-            restoration.error = CacheError("no room for what was restored")
-            return False
-        self._tier.cover(node)
-        return True
+        assert self._restores is not None
+        assert self._writes is not None
+        node = self._restores.promote(restoration, space)
+        if node is not None:
+            self._writes.cover(node)
+        return restoration.match.length
 
     def _refused(self, space: Space, key: Tokens, row: Row | CacheRow, stored: Stored) -> None:
         if stored.refusal != "oversize":
@@ -433,14 +379,11 @@ class PromptCache:
         except Exception:
             _log.exception("on_put failed in namespace %r", space.name)
 
-    def _measure(self, space: Space, leased: set[Node]) -> NamespaceStatistics:
-        return space.statistics()
-
     def _settle(self) -> None:
         """Check the thread, and take note of writes that ended."""
         self._guard.check()
-        if self._tier is not None:
-            self._tier.drain()
+        if self._writes is not None:
+            self._writes.drain()
 
     def _space(self, namespace: str) -> Space:
         if namespace not in self._spaces:
@@ -450,12 +393,6 @@ class PromptCache:
     def _peek(self, namespace: str) -> Space:
         """A namespace, or an empty one that nobody keeps."""
         return self._spaces.get(namespace) or Space(namespace, self._queue, self._clock)
-
-
-class _Look(NamedTuple):
-    match: Match
-    plan: Plan
-    cold: ColdMatch | None
 
 
 def _count(space: Space, plan: Plan) -> None:

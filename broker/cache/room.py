@@ -19,7 +19,7 @@ from .prefix_hash import Tokens
 from .reasons import Forgotten
 from .reporter import Reporter
 from .space import Space, resident_bytes
-from .tier import ColdTier
+from .writes import ColdWrites
 
 POOL_SHARE = 16
 """MLX's pool of freed buffers may hold this fraction of the budget after an eviction."""
@@ -44,7 +44,7 @@ class Room:
         lender: Lender,
         forgotten: Forgotten,
         reporter: Reporter,
-        tier: ColdTier | None,
+        writes: ColdWrites | None,
         spill: Spill | None,
     ) -> None:
         self.max_bytes = max_bytes
@@ -56,7 +56,7 @@ class Room:
         self._lender = lender
         self._forgotten = forgotten
         self._reporter = reporter
-        self._tier = tier
+        self._writes = writes
         self._spill = spill
 
     @property
@@ -77,7 +77,7 @@ class Room:
         self._evict_until(lambda: self._fits(target, needed, holdings.reclaimable_bytes))
         holdings.compact_until(lambda: self._fits(target, needed, 0))
         self._trim_pool()
-        allowance = self._cold.write_limit if self._cold is not None else 0
+        allowance = self._cold.limit if self._cold is not None else 0
         return self._fits(target + allowance, needed, 0)
 
     def tidy(self) -> None:
@@ -108,7 +108,7 @@ class Room:
                 idle = node.last_used <= before and not node.tree.is_pinned(node)
                 if idle and node.is_held_leaf:
                     self._let_go(space, node, only_if_kept=True)
-        if self._tier is not None and self._tier.drain():
+        if self._writes is not None and self._writes.drain():
             return self.demotions - before_count + self.demote_idle(before)
         return self.demotions - before_count
 
@@ -127,7 +127,7 @@ class Room:
             on_release=lambda lease: None,
         )
         if self._cold is not None:
-            return self._cold.write_through(space.name, lease)
+            return self._cold.begin_unshelved(lease)
         assert isinstance(self._spill, OwnedSpill)
         if self._contained(space, self._spill.spill_owned, lease, space.name):
             return True
@@ -142,7 +142,7 @@ class Room:
                     if enough():
                         return
                     self._let_go(self._space(node), node)
-            again = self._tier is not None and self._tier.drain()
+            again = self._writes is not None and self._writes.drain()
 
     def _let_go(self, space: Space, node: Node, *, only_if_kept: bool = False) -> None:
         """Evict a leaf, unless the cold tier has to cover it first: then start that.
@@ -151,10 +151,10 @@ class Room:
         """
         tier = self._cold
         if tier is not None and space.usable_at(node) and not tier.is_durable(node):
-            if not tier.is_writing(node) and tier.write(space, node):
+            if not tier.is_writing(node) and tier.begin(space, node):
                 space.counts["spills"] += 1
             return
-        covered = self._tier is not None and self._tier.is_durable(node)
+        covered = self._writes is not None and self._writes.is_durable(node)
         kept = self._spilled(space, node) or covered
         if only_if_kept and not kept:
             return
@@ -177,8 +177,8 @@ class Room:
         self._forgotten.add(space.name, tokens, start)
         space.tree.remove(node)
         self._holdings.vacate(node, parent)
-        if self._tier is not None:
-            self._tier.left(node)
+        if self._writes is not None:
+            self._writes.left(node)
         space.counts["evictions"] += 1
 
     def _prune(self, node: Node) -> None:
@@ -222,8 +222,8 @@ class Room:
         return True
 
     @property
-    def _cold(self) -> ColdTier | None:
-        return self._tier if self._tier is not None and self._tier.is_available else None
+    def _cold(self) -> ColdWrites | None:
+        return self._writes if self._writes is not None and self._writes.is_available else None
 
     def _fits(self, target: int, needed: int, reclaimable: int) -> bool:
         """Whether what would stay is within `target`, and the ledger has `needed` bytes."""

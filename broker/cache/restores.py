@@ -1,0 +1,151 @@
+"""Reading from the cold tier: what it has, whether reading pays, promoting what was read."""
+
+import logging
+import threading
+from collections.abc import Callable
+
+from ..errors import SwarmError
+from .cold import ColdMatch, ColdStore, Restored
+from .intake import Intake, validated
+from .node import Node
+from .prefix_hash import Tokens
+from .space import Space
+
+RATE_WEIGHT = 0.3
+"""Weight of the newest measurement in a rate."""
+
+_log = logging.getLogger(__name__)
+
+
+class CostGate:
+    """Whether reading is faster than computing, by measured rates; yes until both are known."""
+
+    def __init__(self) -> None:
+        self.restore_rate = 0.0
+        """Bytes read in a second; 0 before the first restore."""
+        self.prefill_rate = 0.0
+        """Tokens computed in a second; 0 before the first is reported."""
+
+    def note_restore(self, size: int, seconds: float) -> None:
+        """`size` bytes were read in `seconds`."""
+        self.restore_rate = _blend(self.restore_rate, size, seconds)
+
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """`tokens` were computed in `seconds`."""
+        self.prefill_rate = _blend(self.prefill_rate, tokens, seconds)
+
+    def opens_for(self, size: int, gained: int) -> bool:
+        """Whether to read `size` bytes in order not to compute `gained` tokens."""
+        if not self.restore_rate or not self.prefill_rate:
+            return True
+        return size / self.restore_rate < gained / self.prefill_rate
+
+
+class Restoration:
+    """One reading of a stored sequence, shared by all who wait for it.
+
+    `ram_tokens` is what RAM could serve when it was asked for. After `run` either `restored` or
+    `error` is set.
+    """
+
+    def __init__(
+        self,
+        match: ColdMatch,
+        tokens: Tokens,
+        ram_tokens: int,
+        read: Callable[[ColdMatch], Restored],
+    ) -> None:
+        self.match = match
+        self.tokens = tokens
+        self.ram_tokens = ram_tokens
+        self.restored: Restored | None = None
+        self.error: Exception | None = None
+        self.is_settled = False
+        self._read = read
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """Read, or wait for whoever is reading. Never raises. May be called in any thread."""
+        with self._lock:
+            if self.restored is not None or self.error is not None:
+                return
+            try:
+                self.restored = self._read(self.match)
+            except Exception as error:
+                self.error = error
+
+
+class Restores:
+    """A cold store as the cache reads it."""
+
+    def __init__(self, store: ColdStore, intake: Intake, clock: Callable[[], float]) -> None:
+        self.gate = CostGate()
+        self._store = store
+        self._intake = intake
+        self._clock = clock
+        self._under_way: dict[tuple[str, str], Restoration] = {}
+
+    def find(self, tokens: Tokens, namespace: str) -> ColdMatch | None:
+        """What the store has for a prompt; a store that fails has nothing."""
+        try:
+            return self._store.find(tokens, namespace)
+        except Exception:
+            _log.exception("the cold store failed to look up a prompt")
+            return None
+
+    def start(self, match: ColdMatch, space: Space, tokens: Tokens, ram_tokens: int) -> Restoration:
+        """The reading of a match: a new one, or the one under way."""
+        key = (space.name, match.name)
+        if key not in self._under_way:
+            prefix = tokens[: match.length].copy()
+            self._under_way[key] = Restoration(match, prefix, ram_tokens, self._read)
+        return self._under_way[key]
+
+    def promote(self, restoration: Restoration, space: Space) -> Node | None:
+        """Make what was read resident; only the first caller's call does something.
+
+        Returns the new entry's node. None if it was unusable (it is dropped then), if RAM has no
+        room for it, or if another caller was first.
+        """
+        self._under_way.pop((space.name, restoration.match.name), None)
+        if restoration.is_settled:
+            return None
+        restoration.is_settled = True
+        restored = restoration.restored
+        if restored is None:
+            self._discard(restoration, space)
+            return None
+        try:
+            row = validated(restoration.tokens, restored.caches, space)
+            _, node = self._intake.store(space, restoration.tokens, row, restored.release)
+        except SwarmError as error:
+            restoration.error = error
+            self._discard(restoration, space)
+            return None
+        space.counts["restores"] += 1
+        return node
+
+    def _read(self, match: ColdMatch) -> Restored:
+        started = self._clock()
+        restored = self._store.restore(match)
+        self.gate.note_restore(match.bytes, self._clock() - started)
+        return restored
+
+    def _discard(self, restoration: Restoration, space: Space) -> None:
+        """What was read is unusable: say so, and have the store forget it."""
+        space.counts["restore_failures"] += 1
+        match = restoration.match
+        _log.error("dropped the unusable cold entry %s: %s", match.name, restoration.error)
+        if restoration.restored is not None and restoration.restored.release is not None:
+            restoration.restored.release()
+        try:
+            self._store.delete(match)
+        except Exception:
+            _log.exception("the cold store failed to delete %s", match.name)
+
+
+def _blend(rate: float, amount: int, seconds: float) -> float:
+    if seconds <= 0:
+        return rate
+    newest = amount / seconds
+    return RATE_WEIGHT * newest + (1 - RATE_WEIGHT) * rate if rate else newest

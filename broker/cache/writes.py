@@ -1,0 +1,150 @@
+"""Writing to the cold tier: which nodes it covers, what is in flight, and when to give up on it."""
+
+import logging
+from collections import deque
+from typing import NamedTuple
+
+from .cold import ColdStore, ColdWrite
+from .lease import Lender, PromptLease
+from .node import Node
+from .plan import Plan
+from .space import Space, resident_bytes
+
+MAX_FAILURES = 3
+"""So many writes in a row may fail before the store is declared unavailable."""
+
+_log = logging.getLogger(__name__)
+
+
+class ColdWrites:
+    """A cold store as the cache writes to it; at most `limit` bytes are in flight.
+
+    A node is durable once the store has its tokens and its checkpoint. Outcomes may arrive in any
+    thread; `drain` takes note of them in the cache's.
+    """
+
+    def __init__(self, store: ColdStore, lender: Lender, limit: int) -> None:
+        self.limit = limit
+        self.is_available = True
+        self.pending_bytes = 0
+        self._store = store
+        self._lender = lender
+        self._failures = 0
+        self._covered: set[Node] = set()
+        self._marked: set[Node] = set()
+        self._writes: dict[PromptLease, _Write] = {}
+        self._writing: set[Node] = set()
+        self._outcomes: deque[_Outcome] = deque()
+
+    def is_durable(self, node: Node) -> bool:
+        """Whether the store has all that would be lost with the node."""
+        return node in self._covered and (node.checkpoint is None or node in self._marked)
+
+    def is_writing(self, node: Node) -> bool:
+        """Whether the node is on its way to the store."""
+        return node in self._writing
+
+    def begin(self, space: Space, node: Node) -> bool:
+        """Start writing the path that ends at a node; False if the store does not take it."""
+        path = node.path()
+        start = next((each.start for each in path if each not in self._covered), node.stop)
+        size = resident_bytes([each for each in path if each.start >= start])
+        size = size or resident_bytes([node])
+        if not self._has_room_for(size):
+            return False
+        lease = self._lender.lend(space, node, Plan(prompt_tokens=node.stop, ram_tokens=node.stop))
+        self._writing.add(node)
+        return self._submit(lease, _Write(node, start, size))
+
+    def begin_unshelved(self, lease: PromptLease) -> bool:
+        """Offer an entry that was never in RAM; it is lost if the store does not take it."""
+        size = sum(cache.nbytes for cache in lease.caches)
+        if not self._has_room_for(size):
+            return False
+        return self._submit(lease, _Write(None, 0, size))
+
+    def drain(self) -> bool:
+        """Take note of writes that ended; whether nodes may leave RAM that could not before."""
+        was_available, freed = self.is_available, False
+        while self._outcomes:
+            lease, error = self._outcomes.popleft()
+            write = self._writes.pop(lease)
+            self.pending_bytes -= write.bytes
+            lease.release()
+            if error is not None:
+                self._failed(error)
+            else:
+                self._failures, freed = 0, True
+            if write.node is not None:
+                self._writing.discard(write.node)
+                if error is None:
+                    self.cover(write.node, write.start)
+        return freed or was_available != self.is_available
+
+    def cover(self, node: Node, start: int = 0) -> None:
+        """The store has tokens [start, end of node) and the node's checkpoint."""
+        if node.span is None:
+            return
+        if node.checkpoint is not None:
+            self._marked.add(node)
+        self._covered.update(each for each in node.path() if each.start >= start)
+
+    def divided(self, upper: Node, lower: Node) -> None:
+        """A node was split: both halves are where the whole was."""
+        if lower in self._covered:
+            self._covered.add(upper)
+
+    def left(self, node: Node) -> None:
+        """A node has left the tree."""
+        self._covered.discard(node)
+        self._marked.discard(node)
+
+    def check_integrity(self, nodes: set[Node]) -> None:
+        """Assert that only nodes in RAM are remembered, and that what is in flight adds up."""
+        assert self._covered <= nodes
+        assert self._marked <= self._covered
+        assert self.pending_bytes == sum(write.bytes for write in self._writes.values())
+
+    def _has_room_for(self, size: int) -> bool:
+        return not self.pending_bytes or self.pending_bytes + size <= self.limit
+
+    def _submit(self, lease: PromptLease, write: "_Write") -> bool:
+        self._writes[lease] = write
+        self.pending_bytes += write.bytes
+        done = _Done(self._outcomes, lease)
+        offer = ColdWrite(lease.namespace, lease.tokens, write.start, write.bytes, lease, done)
+        try:
+            self._store.store(offer)
+        except Exception as error:
+            done(error)
+            return False
+        return True
+
+    def _failed(self, error: Exception) -> None:
+        self._failures += 1
+        _log.error("a write to the cold store failed (%d in a row): %s", self._failures, error)
+        if self._failures >= MAX_FAILURES and self.is_available:
+            self.is_available = False
+            _log.error("the cold store is unavailable: nothing is written to it any more")
+
+
+class _Write(NamedTuple):
+    node: Node | None
+    start: int
+    bytes: int
+
+
+_Outcome = tuple[PromptLease, Exception | None]
+
+
+class _Done:
+    """Reports the end of a write once, from any thread, to be noted by the cache's own."""
+
+    def __init__(self, outcomes: deque[_Outcome], lease: PromptLease) -> None:
+        self._outcomes: deque[_Outcome] | None = outcomes
+        self._lease = lease
+
+    def __call__(self, error: Exception | None) -> None:
+        outcomes, self._outcomes = self._outcomes, None
+        if outcomes is not None:
+            outcomes.append((self._lease, error))
