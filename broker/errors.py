@@ -16,6 +16,10 @@ class ContextOverflow(InvalidRequest):
     """The prompt and the tokens asked for do not fit the model's context."""
 
 
+class InvalidSetting(SwarmError, ValueError):
+    """A setting of the broker outside its range; the message says what is taken."""
+
+
 class ModelError(SwarmError):
     """A model could not be found, fetched, converted or loaded."""
 

@@ -1,0 +1,225 @@
+"""The broker: the async facade over the engine thread. Works on asyncio and trio."""
+
+import itertools
+import os
+import re
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from msgspec import Struct
+
+from .backend import describe, require_mlx
+from .engine.mailbox import Mailbox
+from .engine.submission import Submission
+from .engine.thread import EngineThread
+from .errors import BrokerClosed, EngineFailed, InvalidSetting
+from .request import Completed, Message, Request, RequestId, StreamEvent
+from .trace.recorder import Recorder, RecorderStatistics
+
+if TYPE_CHECKING:
+    from .engine.loop import EngineLoop, EngineStatistics
+    from .models import LoadedModel, Progress, Rendered
+
+SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+SIZE_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+class BrokerStatistics(Struct, frozen=True, kw_only=True):
+    """What is going on and what it has cost: requests and prompt cache, and the trace."""
+
+    engine: "EngineStatistics"
+    trace: RecorderStatistics
+
+
+class Broker:
+    """Serves many agents from one model and one prompt cache.
+
+    `model` is what `mlx_swarm.broker.models.load` takes. `ram` bounds the prompt cache, in bytes
+    or as text ("2GiB", "512MB"). At most `max_rows` requests run at a time; between two decode
+    steps at most `prefill_chunk` prompt tokens are computed. `trace` is a file for the trace
+    events; `progress` is called, in the engine thread, while the model loads.
+
+    An async context manager: entering loads the model, leaving ends everything, also what is still
+    being streamed. Raises `InvalidSetting`, and `BackendMissing` where MLX is not installed.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        ram: int | str = "2GiB",
+        dtype: str | None = None,
+        max_rows: int = 32,
+        prefill_chunk: int = 512,
+        trace: str | os.PathLike[str] | None = None,
+        progress: "Callable[[Progress], None] | None" = None,
+    ) -> None:
+        self._ram = parse_size(ram)
+        for name, value in (("max_rows", max_rows), ("prefill_chunk", prefill_chunk)):
+            if value < 1:
+                raise InvalidSetting(f"{name} is {value}; it must be at least 1")
+        require_mlx()
+        self._model = model
+        self._dtype = dtype
+        self._max_rows = max_rows
+        self._prefill_chunk = prefill_chunk
+        self._trace = trace
+        self._progress = progress
+        self._ids = itertools.count(1)
+        self._thread: EngineThread[EngineLoop] | None = None
+        self.model_name = str(model)
+        self.context_length = 0
+        self.recorder: Recorder
+
+    def stream(self, request: Request) -> "ResponseStream":
+        """Start a request and iterate over its events: `Started`, `Delta`s, `Completed`.
+
+        Raises `InvalidRequest` for what can be seen without the model. What takes the model to see
+        (`ContextOverflow` above all) is raised by the iteration, before anything has changed.
+        """
+        request.validate()
+        thread = self._running()
+        request_id = RequestId(f"request-{next(self._ids)}")
+        mailbox = Mailbox(thread.courier)
+        submission = Submission(request_id, request, mailbox, self.recorder.now())
+        thread.post(lambda engine: engine.submit(submission), mailbox.fail)
+        return ResponseStream(request_id, mailbox, thread)
+
+    async def complete(self, request: Request) -> Completed:
+        """Run a request to its end. Cancelling the caller cancels the request."""
+        async with self.stream(request) as events:
+            async for event in events:
+                if isinstance(event, Completed):
+                    return event
+        raise EngineFailed("a request ended without saying how")
+
+    async def render(self, messages: Sequence[Message]) -> "Rendered":
+        """Messages as the model's chat template puts them, ready for a reply."""
+        return await self._running().call(lambda engine: engine.model.render(messages))
+
+    async def encode(self, text: str) -> list[int]:
+        """Text as tokens."""
+        return await self._running().call(lambda engine: engine.model.encode(text))
+
+    async def statistics(self) -> BrokerStatistics:
+        """What is going on now, and what it has cost since the start."""
+        engine = await self._running().call(lambda engine: engine.statistics())
+        return BrokerStatistics(engine=engine, trace=self.recorder.statistics())
+
+    async def aclose(self) -> None:
+        """End everything; open requests fail with `BrokerClosed`. Safe to repeat."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            await thread.aclose()
+            self.recorder.close()
+
+    async def __aenter__(self) -> Self:
+        if self._thread is not None:
+            raise InvalidSetting("this broker is open already")
+        thread: EngineThread[EngineLoop] = EngineThread(lambda: self._open(thread))
+        await thread.start()
+        self._thread = thread
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def _running(self) -> "EngineThread[EngineLoop]":
+        if self._thread is None:
+            raise BrokerClosed("the broker is not open: use it inside `async with`")
+        return self._thread
+
+    def _open(self, thread: "EngineThread[EngineLoop]") -> "EngineLoop":
+        """Load the model and start the engine; in the engine's thread."""
+        # Here and not at the top: MLX is slow to import, and only this thread may touch it.
+        from .engine.loop import EngineLoop, EngineSettings
+
+        def report(progress: "Progress") -> None:
+            if thread.stopping:
+                raise BrokerClosed("the broker was closed while its model was loading")
+            if self._progress is not None:
+                self._progress(progress)
+
+        recorder = Recorder(
+            path=self._trace, model=self._model, backend=" ".join(describe()).strip()
+        )
+        try:
+            model = self._load(report)
+            settings = EngineSettings(self._ram, self._max_rows, self._prefill_chunk)
+            engine = EngineLoop(model, recorder, settings)
+        except BaseException:
+            recorder.close()
+            raise
+        self.recorder = recorder
+        self.model_name, self.context_length = model.name, model.context_length
+        return engine
+
+    def _load(self, progress: "Callable[[Progress], None]") -> "LoadedModel":
+        from .models import load
+
+        return load(self._model, dtype=self._dtype, progress=progress)
+
+
+class ResponseStream:
+    """The events of one request, for one reader. Iterate, or use as an async context manager.
+
+    A reader may be slow: deltas it has not read are merged. Leaving the context or dropping the
+    stream cancels the request.
+    """
+
+    def __init__(
+        self, request: RequestId, mailbox: Mailbox, thread: "EngineThread[EngineLoop]"
+    ) -> None:
+        self.request = request
+        self._mailbox = mailbox
+        self._thread = thread
+
+    def cancel(self) -> None:
+        """End the request within one prefill chunk or decode step; what it computed is kept.
+
+        Does not wait. The stream then ends with a `Completed` whose finish reason is "cancelled".
+        Safe anywhere, from any thread, and when the request has ended already.
+        """
+        if not self._mailbox.ended:
+            request = self.request
+            self._thread.post_from_finaliser(lambda engine: engine.cancel(request))
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StreamEvent:
+        event = await self._mailbox.receive(self.request)
+        if event is None:
+            raise StopAsyncIteration
+        return event
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        self.cancel()
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of "2GiB", "512MB", "1.5 GB", or of a number. Raises `InvalidSetting`."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    unit = SIZE_UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or isinstance(size, bool):
+        raise InvalidSetting(
+            f'{size!r} is not a size; give bytes, or text such as "2GiB" or "512MB"'
+        )
+    return int(float(match[1]) * unit)

@@ -1,0 +1,72 @@
+"""From what was asked to a row: rendering, and every check that needs the model."""
+
+from typing import Any
+
+import numpy as np
+
+from ..cache.prefix_hash import Tokens, as_tokens
+from ..errors import ContextOverflow, InvalidRequest
+from ..models import LoadedModel, namespace_digest
+from ..request import Request
+from .row import Row
+from .sampling import SeedSource, sampler_for
+from .submission import Submission
+from .text import TextStream
+
+
+class Admission:
+    """Makes rows of requests, or refuses them with the numbers. Changes nothing."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+        self._vocabulary = vocabulary_of(model)
+        self._seeds = SeedSource()
+
+    def row_for(self, submission: Submission) -> Row:
+        """The row of a request. Raises `InvalidRequest` or `ContextOverflow`."""
+        request = submission.request
+        prompt, boundaries = self._prompt(request)
+        self._check(prompt)
+        room = self._model.context_length - len(prompt)
+        return Row(
+            submission.id,
+            request,
+            submission.mailbox,
+            prompt=prompt,
+            boundaries=(*boundaries, *request.boundaries),
+            namespace=namespace_digest(self._model.identity, tenant=request.tenant),
+            max_tokens=min(request.max_tokens, room),
+            sampler=sampler_for(request.sampling, self._seeds),
+            text=TextStream(self._model.new_detokenizer(), request.stop),
+            submitted=submission.submitted,
+        )
+
+    def _prompt(self, request: Request) -> tuple[Tokens, tuple[int, ...]]:
+        if request.messages:
+            rendered = self._model.render(request.messages)
+            return as_tokens(rendered.tokens), rendered.boundaries
+        tokens = self._model.encode(request.text) if request.text else request.tokens
+        return as_tokens(tokens), ()
+
+    def _check(self, prompt: Tokens) -> None:
+        context = self._model.context_length
+        if not len(prompt):
+            raise InvalidRequest("the prompt has no tokens")
+        if len(prompt) >= context:
+            raise ContextOverflow(
+                f"the prompt has {len(prompt):,} tokens; the context of {self._model.name} is "
+                f"{context:,}, which has to hold at least one more"
+            )
+        highest = int(np.max(prompt))
+        if highest >= self._vocabulary:
+            raise InvalidRequest(
+                f"token {highest} is outside the vocabulary of {self._model.name}, "
+                f"0 to {self._vocabulary - 1}"
+            )
+
+
+def vocabulary_of(model: LoadedModel) -> int:
+    """How many token ids the model has embeddings for."""
+    config: dict[str, Any] = model.config
+    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    return int(size or len(model.tokenizer))

@@ -1,0 +1,280 @@
+"""The engine's turns: asks the scheduler what is next, lets the lane do it, tells everybody.
+
+Lives in the thread that owns MLX. Whatever goes wrong for one request ends that request; a step
+that fails ends the rows of that step; the loop goes on.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from ..affinity import ThreadGuard
+from ..cache.prompt_cache import PromptCache
+from ..cache.statistics import CacheStatistics
+from ..errors import BrokerClosed, EngineFailed, SwarmError
+from ..models import LoadedModel
+from ..request import Completed, Delta, FinishReason, RequestId, Started, Usage
+from ..trace import events
+from ..trace.recorder import Recorder
+from .admission import Admission
+from .batch import BatchLane, RowToken
+from .row import Row
+from .sampling import RowSampler
+from .scheduler import Admit, Decode, Prefill, Scheduler, SchedulerStatistics, Store, Wait
+from .submission import Submission
+
+
+class EngineStatistics(Struct, frozen=True, kw_only=True):
+    """Requests by state, what all requests together have cost so far, and the prompt cache."""
+
+    requests: SchedulerStatistics
+    usage: Usage
+    cache: CacheStatistics
+
+
+class EngineSettings(NamedTuple):
+    """`ram` is in bytes, `prefill_chunk` in tokens."""
+
+    ram: int
+    max_rows: int
+    prefill_chunk: int
+
+
+class EngineLoop:
+    """The worker of an `EngineThread`: one model, one prompt cache, one batch lane."""
+
+    def __init__(self, model: LoadedModel, recorder: Recorder, settings: EngineSettings) -> None:
+        self._guard = ThreadGuard()
+        self._guard.check()
+        self.model = model
+        self._recorder = recorder
+        self._admission = Admission(model)
+        self.cache = PromptCache(settings.ram, trace=recorder)
+        self.lane = BatchLane(model, self.cache, settings.max_rows)
+        self.scheduler = Scheduler(
+            self.cache.peek_prefix_len,
+            max_rows=settings.max_rows,
+            prefill_chunk=settings.prefill_chunk,
+        )
+        self._rows: dict[RequestId, Row] = {}
+        self._usage = Usage()
+
+    def submit(self, submission: Submission) -> None:
+        """Queue a request, or fail it before anything has changed."""
+        self._guard.check()
+        try:
+            row = self._admission.row_for(submission)
+        except Exception as error:
+            submission.mailbox.fail(_as_swarm_error(error, "could not be prepared", submission.id))
+            return
+        self._rows[row.id] = row
+        self._emit(
+            events.Queued,
+            request=row.id,
+            agent=row.request.agent,
+            swarm=row.request.swarm,
+            namespace=row.namespace,
+            prompt_tokens=len(row.prompt),
+            max_tokens=row.max_tokens,
+        )
+        namespace = row.namespace if row.reads_cache else None
+        self.scheduler.submit(row.id, row.prompt, namespace, row.boundaries)
+
+    def cancel(self, request: RequestId) -> None:
+        """End a request in whatever state it is; what it computed is kept. Late ones do nothing."""
+        self._guard.check()
+        row = self._rows.get(request)
+        if row is not None:
+            self._guarded(row, lambda: self._end(row, "cancelled"))
+
+    def statistics(self) -> EngineStatistics:
+        """What is going on, and what it has cost."""
+        return EngineStatistics(
+            requests=self.scheduler.statistics(),
+            usage=self._usage,
+            cache=self.cache.statistics(),
+        )
+
+    def check_integrity(self) -> None:
+        """Assert that scheduler, lane and cache agree with the open requests."""
+        self.scheduler.check_integrity()
+        self.cache.check_integrity()
+        counts = self.scheduler.statistics()
+        leased = [row for row in self._rows.values() if row.lease is not None]
+        assert counts.decoding == len(self.lane.running)
+        assert counts.prefilling >= len(leased) == self.cache.statistics().leases
+
+    def turn(self) -> bool:
+        """Do the next piece of work; False if there is none."""
+        self._guard.check()
+        try:
+            return self._turn()
+        except Exception as error:  # nobody else would end these requests
+            self.lane.reset()
+            for row in list(self._rows.values()):
+                self._fail(row, error)
+            return True
+
+    def close(self) -> None:
+        """Fail what is open as closed, release every lease, end the lane."""
+        self._guard.check()
+        for row in list(self._rows.values()):
+            self._fail(row, BrokerClosed(f"the broker was closed while {row.id} was open"))
+        self.lane.close()
+        self.cache.clear()
+
+    def _turn(self) -> bool:
+        match self.scheduler.next():
+            case None:
+                return False
+            case Admit(request, not_worth_waiting):
+                row = self._rows[request]
+                self._guarded(row, lambda: self._admit(row, not_worth_waiting))
+            case Wait(request, leader, shared):
+                self._emit(events.Waiting, request=request, leader=leader, shared_tokens=shared)
+            case Prefill(request, _, stop):
+                row = self._rows[request]
+                self._guarded(row, lambda: self._prefill(row, stop))
+            case Store(request):
+                row = self._rows[request]
+                self._guarded(row, lambda: self._store(row))
+            case Decode():
+                self._decode()
+        return True
+
+    def _admit(self, row: Row, not_worth_waiting: bool) -> None:
+        row.admitted = self._recorder.now()
+        self.lane.open(row)
+        plan = row.plan
+        self._emit(
+            events.Planned,
+            request=row.id,
+            prompt_tokens=len(row.prompt),
+            ram_tokens=row.ram_tokens,
+            cold_tokens=row.cold_tokens,
+            prefilled_tokens=len(row.prompt) - row.position,
+            donor=plan and plan.donor,
+            reason="not_worth_waiting" if not_worth_waiting else plan and plan.reason,
+            divergence=plan and plan.divergence,
+        )
+        row.mailbox.put(Started(row.id, len(row.prompt), row.ram_tokens, row.cold_tokens))
+        if row.position == len(row.prompt) - 1:
+            self._join(row)
+        self.scheduler.admitted(row.id, row.position)
+
+    def _prefill(self, row: Row, stop: int) -> None:
+        start, began = row.position, self._recorder.now()
+        self.lane.prefill(row, stop)
+        seconds = self._recorder.now() - began
+        self._emit(events.PrefillChunk, request=row.id, start=start, stop=stop, seconds=seconds)
+        if stop == len(row.prompt) - 1 and not row.reads_cache:
+            self._join(row)
+        self.scheduler.prefilled(row.id, stop)
+
+    def _store(self, row: Row) -> None:
+        self.lane.store(row)
+        if row.position == len(row.prompt) - 1:
+            self._join(row)
+        self.scheduler.stored(row.id)
+
+    def _join(self, row: Row) -> None:
+        self.lane.join(row)
+        row.joined = self._recorder.now()
+
+    def _decode(self) -> None:
+        began = self._recorder.now()
+        try:
+            tokens = self.lane.step()
+        except Exception as error:
+            lost = self.lane.running
+            self.lane.reset()
+            for row in lost:
+                self._fail(row, error)
+            return
+        now = self._recorder.now()
+        if tokens:
+            self._emit(events.DecodeStep, rows=len(tokens), seconds=now - began)
+        for token in tokens:
+            row = token.row
+            self._guarded(row, lambda row=row, token=token: self._receive(row, token, now))  # type: ignore[misc]
+
+    def _receive(self, row: Row, received: RowToken, now: float) -> None:
+        if isinstance(row.sampler, RowSampler) and row.sampler.error is not None:
+            raise row.sampler.error
+        if row.first_token is None:
+            row.first_token = now
+            self._emit(events.FirstToken, request=row.id)
+        row.output.append(received.token)
+        ends_text = received.finish_reason == "stop"
+        text = "" if ends_text else row.text.add(received.token)
+        row.mailbox.put(Delta(row.id, text, (received.token,)))
+        if received.finish_reason is not None or row.text.stopped:
+            stopped = ends_text or row.text.stopped
+            self._end(row, "stop" if stopped else "length")
+
+    def _end(self, row: Row, reason: FinishReason) -> None:
+        """The one way out for a request that did not fail."""
+        rest = row.text.finish()
+        # The last characters can complete a stop string too.
+        reason = "stop" if row.text.stopped and reason == "length" else reason
+        if rest:
+            row.mailbox.put(Delta(row.id, rest, ()))
+        kept = self.lane.keep(row)
+        self._retire(row)
+        if reason == "cancelled":
+            self._emit(
+                events.Cancelled, request=row.id, output_tokens=len(row.output), kept_tokens=kept
+            )
+        else:
+            self._emit(
+                events.Finished,
+                request=row.id,
+                finish_reason=reason,
+                output_tokens=len(row.output),
+            )
+        row.mailbox.put(self._completed(row, reason))
+
+    def _fail(self, row: Row, error: Exception) -> None:
+        """The one way out for a request that failed."""
+        self.lane.discard(row)
+        self._retire(row)
+        failure = _as_swarm_error(error, "failed", row.id)
+        self._emit(events.Failed, request=row.id, error=f"{type(failure).__name__}: {failure}")
+        row.mailbox.fail(failure)
+
+    def _retire(self, row: Row) -> None:
+        del self._rows[row.id]
+        self.scheduler.ended(row.id)
+        self._usage += row.usage(self._recorder.now())
+
+    def _completed(self, row: Row, reason: FinishReason) -> Completed:
+        first = row.submitted if row.first_token is None else row.first_token
+        return Completed(
+            request=row.id,
+            text=row.text.text,
+            tokens=tuple(row.output),
+            finish_reason=reason,
+            usage=row.usage(self._recorder.now()),
+            ttft_seconds=first - row.submitted,
+            prompt=tuple(row.prompt.tolist()),
+        )
+
+    def _guarded(self, row: Row, action: Callable[[], None]) -> None:
+        """Let what goes wrong for one row end that row alone."""
+        try:
+            action()
+        except Exception as error:
+            if row.id in self._rows:
+                self._fail(row, error)
+
+    def _emit(self, kind: type[events.Event], **fields: object) -> None:
+        self._recorder.emit(kind(time=self._recorder.now(), **fields))
+
+
+def _as_swarm_error(error: Exception, what: str, request: RequestId) -> SwarmError:
+    if isinstance(error, SwarmError):
+        return error
+    failure = EngineFailed(f"request {request} {what}: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,80 @@
+"""One request on its way through the engine."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..cache.lease import PromptLease
+from ..cache.plan import Plan
+from ..cache.prefix_hash import Tokens
+from ..request import Request, RequestId, Usage
+from .mailbox import Mailbox
+from .text import TextStream
+
+
+class Row:
+    """What the engine knows of one request: prompt, KV, output, and when things happened.
+
+    `position` counts the prompt tokens whose KV `caches` holds; once the row has left the batch,
+    `caches` holds that of `forwarded` instead, which is the prompt and the output. `uid` is the
+    row's number in the batch while it decodes. Times are on the recorder's clock.
+    """
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        request: Request,
+        mailbox: Mailbox,
+        *,
+        prompt: Tokens,
+        boundaries: tuple[int, ...],
+        namespace: str,
+        max_tokens: int,
+        sampler: Any,
+        text: TextStream,
+        submitted: float,
+    ) -> None:
+        self.id = request_id
+        self.request = request
+        self.mailbox = mailbox
+        self.prompt = prompt
+        self.boundaries = boundaries
+        self.namespace = namespace
+        self.max_tokens = max_tokens
+        self.sampler = sampler
+        self.text = text
+        self.plan: Plan | None = None
+        self.lease: PromptLease | None = None
+        self.caches: list[Any] = []
+        self.position = 0
+        self.ram_tokens = 0
+        self.cold_tokens = 0
+        self.forwarded: Sequence[int] | None = None
+        self.uid: int | None = None
+        self.output: list[int] = []
+        self.submitted = submitted
+        self.admitted: float | None = None
+        self.joined: float | None = None
+        self.first_token: float | None = None
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether the row takes from the prompt cache and puts into it."""
+        return self.request.cache
+
+    def usage(self, now: float) -> Usage:
+        """What the row has cost until `now`; prompt tokens not reached are not counted."""
+        admitted = now if self.admitted is None else self.admitted
+        joined = now if self.joined is None else self.joined
+        # The last prompt token is forwarded by the first decode step.
+        reached = self.position if not self.output else len(self.prompt)
+        return Usage(
+            requests=1,
+            prompt_tokens=reached,
+            ram_tokens=self.ram_tokens,
+            cold_tokens=self.cold_tokens,
+            prefilled_tokens=reached - self.ram_tokens - self.cold_tokens,
+            output_tokens=len(self.output),
+            queue_seconds=admitted - self.submitted,
+            prefill_seconds=joined - admitted,
+            decode_seconds=now - joined,
+        )

@@ -1,0 +1,302 @@
+"""What the engine does next: policy only, no MLX, no clock, deterministic.
+
+Requests are admitted in order of arrival, up to `max_rows` at a time. Prefill goes by chunks, in
+order of admission; a decode step of all running rows comes after every `prefill_chunk` prompt
+tokens at the latest.
+
+Single-flight: a request waits while a request that is being prefilled (its *leader*) will store a
+longer prefix of its prompt than memory holds. The leader stops exactly where the two part and
+stores there. Leaders never wait themselves, so nobody waits in a circle; a leader that is cancelled
+or fails frees its followers, of which one becomes the next leader.
+"""
+
+from collections.abc import Callable, Iterable
+from enum import Enum
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from ..cache.prefix_hash import Tokens, common_prefix_length
+from ..request import RequestId
+
+MINIMUM_SHARED_TOKENS = 16
+"""A request does not wait for fewer tokens than this."""
+
+
+class Admit(NamedTuple):
+    """Take what memory has for this request; answer with `admitted`, or `ended` if that failed."""
+
+    request: RequestId
+    not_worth_waiting: bool
+
+
+class Wait(NamedTuple):
+    """This request now waits until its leader has stored `shared_tokens` of its prompt."""
+
+    request: RequestId
+    leader: RequestId
+    shared_tokens: int
+
+
+class Prefill(NamedTuple):
+    """Compute prompt tokens [start, stop); answer with `prefilled`."""
+
+    request: RequestId
+    start: int
+    stop: int
+
+
+class Store(NamedTuple):
+    """Put what this request has computed; answer with `stored`, whether or not it was kept."""
+
+    request: RequestId
+
+
+class Decode(NamedTuple):
+    """One token for every running row."""
+
+
+Work = Admit | Wait | Prefill | Store | Decode
+
+
+class SchedulerStatistics(Struct, frozen=True, kw_only=True):
+    """Requests by state."""
+
+    queued: int
+    waiting: int
+    prefilling: int
+    decoding: int
+
+
+class _State(Enum):
+    QUEUED = "queued"
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+
+
+class _Entry:
+    """One request. `end` is the length to prefill: the last prompt token is left to decoding."""
+
+    def __init__(
+        self, request: RequestId, tokens: Tokens, namespace: str | None, boundaries: Iterable[int]
+    ) -> None:
+        self.request = request
+        self.tokens = tokens
+        self.namespace = namespace
+        self.end = len(tokens) - 1
+        self.boundaries = frozenset(boundaries)
+        self.state = _State.QUEUED
+        self.position = 0
+        self.stored = 0
+        self.store_due = False
+        self.leader: _Entry | None = None
+        self.followers: dict[_Entry, int] = {}
+        self.common: dict[RequestId, int] = {}
+        self.in_memory = 0
+        self.looked_up_at = -1
+
+    def next_stop(self, reach: int) -> int:
+        """The next position at which to store: a boundary, where a follower parts, or the end.
+
+        Of stops within `reach` tokens the last one serves all.
+        """
+        stops = [*self.boundaries, *self.followers.values(), self.end]
+        ahead = [stop for stop in stops if self.position < stop <= self.end]
+        return max(stop for stop in ahead if stop <= min(ahead) + reach)
+
+
+class Scheduler:
+    """Decides on the next piece of work; told what became of it.
+
+    `known(tokens, namespace)` is how many tokens of a prompt memory has now.
+    """
+
+    def __init__(
+        self,
+        known: Callable[[Tokens, str], int],
+        *,
+        max_rows: int,
+        prefill_chunk: int,
+        minimum_shared: int = MINIMUM_SHARED_TOKENS,
+    ) -> None:
+        self._known = known
+        self._max_rows = max_rows
+        self._prefill_chunk = prefill_chunk
+        self._minimum_shared = max(minimum_shared, 1)
+        self._reach = self._minimum_shared - 1
+        self._entries: dict[RequestId, _Entry] = {}
+        # Both in order of arrival or admission: dicts for their cheap removal.
+        self._pending: dict[_Entry, None] = {}
+        self._prefilling: dict[_Entry, None] = {}
+        self._decoding = 0
+        self._since_decode = 0
+        self._undecided = False
+        self._memory_version = 0
+
+    def submit(
+        self,
+        request: RequestId,
+        tokens: Tokens,
+        namespace: str | None,
+        boundaries: Iterable[int] = (),
+    ) -> None:
+        """Queue a request. Without a namespace it neither shares nor stores."""
+        entry = _Entry(request, tokens, namespace, boundaries if namespace is not None else ())
+        self._entries[request] = entry
+        self._pending[entry] = None
+        self._undecided = True
+
+    def next(self) -> Work | None:
+        """The next piece of work, or None until something is submitted."""
+        return self._decide() or self._due_store() or self._compute()
+
+    def admitted(self, request: RequestId, position: int) -> None:
+        """The request has `position` tokens of its prompt from memory and a row to run in."""
+        entry = self._entries[request]
+        self._unfollow(entry)
+        del self._pending[entry]
+        entry.position = entry.stored = position
+        entry.state = _State.PREFILLING
+        self._prefilling[entry] = None
+        self._undecided = True
+        self._finish_prefill(entry)
+
+    def prefilled(self, request: RequestId, position: int) -> None:
+        """The request's prompt is computed up to `position`."""
+        entry = self._entries[request]
+        self._since_decode += position - entry.position
+        at_stop = position == entry.next_stop(self._reach)
+        entry.position = position
+        entry.store_due = at_stop and entry.namespace is not None
+        self._finish_prefill(entry)
+
+    def stored(self, request: RequestId) -> None:
+        """All that the request has computed was put, or refused for good."""
+        entry = self._entries[request]
+        entry.stored = entry.position
+        entry.store_due = False
+        self._memory_changed()
+        self._finish_prefill(entry)
+
+    def ended(self, request: RequestId) -> None:
+        """The request is over, in whatever state it was."""
+        entry = self._entries.pop(request)
+        self._unfollow(entry)
+        for follower in list(entry.followers):
+            self._unfollow(follower)
+        self._pending.pop(entry, None)
+        self._prefilling.pop(entry, None)
+        self._decoding -= entry.state is _State.DECODING
+        self._memory_changed()
+
+    def statistics(self) -> SchedulerStatistics:
+        """How many requests are in which state."""
+        states = [entry.state for entry in self._entries.values()]
+        return SchedulerStatistics(
+            queued=states.count(_State.QUEUED),
+            waiting=states.count(_State.WAITING),
+            prefilling=states.count(_State.PREFILLING),
+            decoding=states.count(_State.DECODING),
+        )
+
+    def check_integrity(self) -> None:
+        """Assert what must always hold."""
+        counts = self.statistics()
+        assert counts.queued + counts.waiting == len(self._pending)
+        assert counts.prefilling == len(self._prefilling)
+        assert counts.decoding == self._decoding
+        assert counts.prefilling + counts.decoding <= self._max_rows
+        for entry in self._entries.values():
+            assert 0 <= entry.stored <= entry.position <= entry.end
+            assert (entry.leader is not None) == (entry.state is _State.WAITING)
+            assert entry.leader is None or entry.leader.state is _State.PREFILLING
+            assert all(follower.leader is entry for follower in entry.followers)
+
+    def _decide(self) -> Work | None:
+        """Who leaves the queue, and who waits for whom."""
+        if not self._undecided:
+            return None
+        has_room = len(self._prefilling) + self._decoding < self._max_rows
+        for entry in self._pending:
+            leader, shared, worth = self._leader_of(entry)
+            if leader is not None and worth:
+                if (entry.leader, leader.followers.get(entry)) != (leader, shared):
+                    self._follow(entry, leader, shared)
+                    return Wait(entry.request, leader.request, shared)
+            elif has_room:
+                return Admit(entry.request, leader is not None)
+            else:
+                self._unfollow(entry)
+        self._undecided = False
+        return None
+
+    def _due_store(self) -> Work | None:
+        return next((Store(e.request) for e in self._prefilling if e.store_due), None)
+
+    def _compute(self) -> Work | None:
+        entry = next(iter(self._prefilling), None)
+        if entry is not None:
+            stop = min(entry.next_stop(self._reach), entry.position + self._prefill_chunk)
+            spent = self._since_decode + stop - entry.position
+            if not self._decoding or not self._since_decode or spent <= self._prefill_chunk:
+                return Prefill(entry.request, entry.position, stop)
+        if not self._decoding:
+            return None
+        self._since_decode = 0
+        return Decode()
+
+    def _leader_of(self, entry: _Entry) -> tuple[_Entry | None, int, bool]:
+        """Who will store most of this prompt, how much, and whether that is worth waiting for."""
+        best, longest = None, self._in_memory(entry)
+        floor = longest
+        for leader in self._prefilling:
+            shared = self._shared(entry, leader)
+            if shared > max(longest, leader.stored):
+                best, longest = leader, shared
+        return best, longest, longest - floor >= self._minimum_shared
+
+    def _shared(self, entry: _Entry, leader: _Entry) -> int:
+        """Tokens of the prompt that the leader can store for it."""
+        if entry.namespace is None or entry.namespace != leader.namespace:
+            return 0
+        common = entry.common.get(leader.request)
+        if common is None:
+            common = common_prefix_length(entry.tokens, leader.tokens)
+            entry.common[leader.request] = common
+        return min(common, entry.end, leader.end)
+
+    def _in_memory(self, entry: _Entry) -> int:
+        if entry.namespace is None:
+            return 0
+        if entry.looked_up_at != self._memory_version:
+            entry.in_memory = self._known(entry.tokens, entry.namespace)
+            entry.looked_up_at = self._memory_version
+        return entry.in_memory
+
+    def _follow(self, entry: _Entry, leader: _Entry, shared: int) -> None:
+        self._unfollow(entry)
+        entry.leader, entry.state = leader, _State.WAITING
+        leader.followers[entry] = shared
+        # A leader that is past the parting point has it already and only has to store it.
+        leader.store_due = leader.store_due or shared <= leader.position
+
+    def _unfollow(self, entry: _Entry) -> None:
+        if entry.leader is not None:
+            entry.leader.followers.pop(entry, None)
+            entry.leader, entry.state = None, _State.QUEUED
+
+    def _finish_prefill(self, entry: _Entry) -> None:
+        """Let a row decode once its prompt is computed and stored."""
+        if entry.position < entry.end or entry.store_due:
+            return
+        entry.state = _State.DECODING
+        del self._prefilling[entry]
+        self._decoding += 1
+        for follower in list(entry.followers):
+            self._unfollow(follower)
+        self._undecided = True
+
+    def _memory_changed(self) -> None:
+        self._memory_version += 1
+        self._undecided = True

@@ -1,0 +1,64 @@
+"""Output tokens as text, piece by piece, cut at stop strings. No MLX."""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class TextStream:
+    """Streaming detokenisation of one row.
+
+    Text that may be the beginning of a stop string is held back until that is decided, so nothing
+    of a stop string is ever given out, even where it spans many tokens.
+    """
+
+    def __init__(self, detokenizer: Any, stops: Sequence[str] = ()) -> None:
+        self._detokenizer = detokenizer
+        self._stops = tuple(stops)
+        self._released: list[str] = []
+        self._held = ""
+        self.stopped = False
+
+    @property
+    def text(self) -> str:
+        """All text given out so far."""
+        return "".join(self._released)
+
+    def add(self, token: int) -> str:
+        """The text that `token` makes certain; sets `stopped` once a stop string is complete."""
+        self._detokenizer.add_token(token)
+        return self._advance(self._detokenizer.last_segment)
+
+    def finish(self) -> str:
+        """The rest, once no more tokens come: incomplete characters and what was held back."""
+        if self.stopped:
+            return ""
+        self._detokenizer.finalize()
+        piece = self._advance(self._detokenizer.last_segment)
+        if self.stopped:
+            return piece
+        rest, self._held = self._held, ""
+        return piece + self._release(rest)
+
+    def _advance(self, segment: str) -> str:
+        text = self._held + segment
+        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return self._release(text[: min(found)])
+        keep = self._undecided(text)
+        self._held = text[len(text) - keep :]
+        return self._release(text[: len(text) - keep])
+
+    def _undecided(self, text: str) -> int:
+        """Length of the longest end of `text` that a stop string begins with."""
+        longest = max((len(stop) for stop in self._stops), default=1) - 1
+        for length in range(min(longest, len(text)), 0, -1):
+            end = text[-length:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return length
+        return 0
+
+    def _release(self, text: str) -> str:
+        if text:
+            self._released.append(text)
+        return text
