@@ -1,0 +1,136 @@
+"""An engine without MLX for the scheduler's tests: memory is a set of stored prefixes."""
+
+from collections import Counter
+from typing import TypeVar
+
+import numpy as np
+
+from mlx_swarm.broker.cache.prefix_hash import Tokens, common_prefix_length
+from mlx_swarm.broker.engine.scheduler import (
+    Admit,
+    Decode,
+    Prefill,
+    Scheduler,
+    Store,
+    Wait,
+    Work,
+)
+from mlx_swarm.broker.request import RequestId
+
+WorkType = TypeVar("WorkType")
+
+
+class FakeEngine:
+    """Does what the scheduler says and keeps the books. `refuses` is a cache that takes nothing."""
+
+    def __init__(
+        self,
+        *,
+        max_rows: int = 8,
+        prefill_chunk: int = 64,
+        minimum_shared: int = 1,
+        output: int = 2,
+        refuses: bool = False,
+    ) -> None:
+        self.scheduler = Scheduler(
+            self.known,
+            max_rows=max_rows,
+            prefill_chunk=prefill_chunk,
+            minimum_shared=minimum_shared,
+        )
+        self.output = output
+        self.refuses = refuses
+        self.submitted = self.submitted_tokens = 0
+        self.prompts: dict[RequestId, tuple[Tokens, str | None]] = {}
+        self.positions: dict[RequestId, int] = {}
+        self.decoded: Counter[RequestId] = Counter()
+        self.memory: list[tuple[str, Tokens]] = []
+        self.computed: Counter[tuple[str | None, bytes]] = Counter()
+        self.log: list[Work] = []
+
+    def submit(
+        self,
+        name: str,
+        tokens: list[int],
+        *,
+        namespace: str | None = "shared",
+        boundaries: tuple[int, ...] = (),
+    ) -> RequestId:
+        request = RequestId(name)
+        prompt = np.array(tokens, np.uint32)
+        self.prompts[request] = prompt, namespace
+        self.submitted += 1
+        self.submitted_tokens += len(tokens)
+        self.scheduler.submit(request, prompt, namespace, boundaries)
+        return request
+
+    def known(self, tokens: Tokens, namespace: str) -> int:
+        found = (common_prefix_length(tokens, kept) for at, kept in self.memory if at == namespace)
+        return min(max(found, default=0), len(tokens) - 1)
+
+    def turn(self) -> Work | None:
+        """One piece of work, done."""
+        work = self.scheduler.next()
+        if work is not None:
+            self.log.append(work)
+        # No piece of work is done for nothing, so there is an end to it.
+        assert len(self.log) <= 4 * self.submitted_tokens + 20 * self.submitted
+        match work:
+            case Admit(request):
+                prompt, namespace = self.prompts[request]
+                self.positions[request] = self.known(prompt, namespace) if namespace else 0
+                self.scheduler.admitted(request, self.positions[request])
+            case Prefill(request, start, stop):
+                self._prefill(request, start, stop)
+            case Store(request):
+                self.keep(request)
+                self.scheduler.stored(request)
+            case Decode():
+                self._decode()
+            case Wait() | None:
+                pass
+        self.scheduler.check_integrity()
+        return work
+
+    def drain(self) -> None:
+        """Run until nothing is left to do."""
+        while self.turn() is not None:
+            pass
+        assert not self.prompts, f"left behind: {list(self.prompts)}"
+
+    def cancel(self, request: RequestId) -> None:
+        """End a request; what it computed is kept."""
+        self.keep(request)
+        self.fail(request)
+
+    def fail(self, request: RequestId) -> None:
+        """End a request; what it computed is lost."""
+        del self.prompts[request]
+        self.positions.pop(request, None)
+        self.scheduler.ended(request)
+        self.scheduler.check_integrity()
+
+    def keep(self, request: RequestId) -> None:
+        prompt, namespace = self.prompts[request]
+        if namespace is not None and not self.refuses:
+            self.memory.append((namespace, prompt[: self.positions.get(request, 0)]))
+
+    def works(self, kind: type[WorkType]) -> list[WorkType]:
+        """All work of one kind so far."""
+        return [work for work in self.log if isinstance(work, kind)]
+
+    def _prefill(self, request: RequestId, start: int, stop: int) -> None:
+        prompt, namespace = self.prompts[request]
+        assert start == self.positions[request] < stop < len(prompt)
+        for end in range(start + 1, stop + 1):
+            self.computed[namespace, prompt[:end].tobytes()] += 1
+        self.positions[request] = stop
+        self.scheduler.prefilled(request, stop)
+
+    def _decode(self) -> None:
+        running = [r for r, at in self.positions.items() if at == len(self.prompts[r][0]) - 1]
+        assert running
+        for request in running:
+            self.decoded[request] += 1
+            if self.decoded[request] == self.output:
+                self.fail(request)

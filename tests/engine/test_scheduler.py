@@ -1,0 +1,269 @@
+"""The scheduler against an engine without MLX: single-flight, admission, chunks, failover."""
+
+from typing import NamedTuple
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_swarm.broker.engine.scheduler import (
+    MINIMUM_SHARED_TOKENS,
+    Admit,
+    Decode,
+    Prefill,
+    Store,
+    Wait,
+)
+from mlx_swarm.broker.request import RequestId as R
+from tests.engine.scheduling import FakeEngine
+
+SHARED = list(range(1000, 1100))
+
+
+def test_requests_that_arrive_together_compute_their_shared_prefix_once() -> None:
+    engine = FakeEngine()
+    for agent in range(8):
+        engine.submit(f"r{agent}", [*SHARED, *range(agent * 10, agent * 10 + 5)])
+    engine.drain()
+    assert sum(engine.computed.values()) == len(SHARED) + 8 * 4
+    assert engine.works(Wait) == [Wait(R(f"r{n}"), R("r0"), len(SHARED)) for n in range(1, 8)]
+
+
+def test_the_leader_stops_and_stores_exactly_where_a_follower_parts() -> None:
+    engine = FakeEngine(prefill_chunk=1000)
+    engine.submit("leader", [*SHARED, 1, 2, 3])
+    engine.submit("follower", [*SHARED[:37], 7, 8])
+    engine.drain()
+    assert engine.works(Prefill)[0] == Prefill(R("leader"), 0, 37)
+    assert Store(R("leader")) in engine.log[: engine.log.index(Admit(R("follower"), False))]
+
+
+def test_a_follower_that_arrives_later_still_makes_the_leader_stop() -> None:
+    engine = FakeEngine(prefill_chunk=10)
+    engine.submit("leader", [*SHARED, 1, 2])
+    for _ in range(3):
+        engine.turn()
+    engine.submit("follower", [*SHARED[:55], 7, 8])
+    engine.drain()
+    assert Prefill(R("leader"), 50, 55) in engine.log
+
+
+def test_a_leader_past_the_parting_point_stores_at_once() -> None:
+    engine = FakeEngine(prefill_chunk=60)
+    engine.submit("leader", [*SHARED, 1, 2])
+    engine.turn()
+    assert engine.turn() == Prefill(R("leader"), 0, 60)
+    engine.submit("follower", [*SHARED[:55], 7, 8])
+    assert engine.turn() == Wait(R("follower"), R("leader"), 55)
+    assert engine.turn() == Store(R("leader"))
+    assert engine.turn() == Admit(R("follower"), False)
+    assert engine.scheduler.statistics().prefilling == 2
+
+
+def test_when_the_leader_is_cancelled_another_goes_on_from_what_it_computed() -> None:
+    engine = FakeEngine(prefill_chunk=10)
+    leader = engine.submit("leader", [*SHARED, 1, 2])
+    engine.submit("second", [*SHARED, 3, 4])
+    engine.submit("third", [*SHARED, 5, 6])
+    for _ in range(6):
+        engine.turn()
+    engine.cancel(leader)
+    engine.drain()
+    assert sum(engine.computed.values()) == len(SHARED) + 2
+    assert engine.works(Wait)[-1] == Wait(R("third"), R("second"), len(SHARED))
+
+
+def test_when_the_leader_fails_another_starts_over() -> None:
+    engine = FakeEngine(prefill_chunk=10)
+    leader = engine.submit("leader", [*SHARED, 1, 2])
+    engine.submit("second", [*SHARED, 3, 4])
+    for _ in range(6):
+        engine.turn()
+    engine.fail(leader)
+    engine.drain()
+    assert engine.decoded[R("second")] == engine.output
+
+
+def test_a_chain_of_leaders_computes_every_level_once() -> None:
+    engine = FakeEngine()
+    team = [*SHARED, *range(2000, 2050)]
+    engine.submit("a", [*SHARED, 1, 2])
+    engine.submit("b", [*team, 3, 4])
+    engine.submit("c", [*team, 5, 6])
+    engine.drain()
+    assert max(engine.computed.values()) == 1
+    assert Wait(R("c"), R("a"), len(SHARED)) in engine.log
+    assert Wait(R("c"), R("b"), len(team)) in engine.log
+
+
+def test_nobody_waits_for_a_few_tokens() -> None:
+    engine = FakeEngine(minimum_shared=MINIMUM_SHARED_TOKENS)
+    few = SHARED[: MINIMUM_SHARED_TOKENS - 1]
+    engine.submit("a", [*few, *range(50)])
+    engine.submit("b", [*few, *range(100, 150)])
+    engine.drain()
+    assert engine.works(Wait) == []
+    assert Admit(R("b"), True) in engine.log
+
+
+def test_stops_that_are_close_together_become_one() -> None:
+    engine = FakeEngine(minimum_shared=MINIMUM_SHARED_TOKENS, prefill_chunk=1000)
+    engine.submit("leader", [*SHARED, *range(50)], boundaries=(88,))
+    engine.submit("first", [*SHARED[:90], 1, 2])
+    engine.submit("second", [*SHARED[:95], 3, 4])
+    engine.drain()
+    assert Prefill(R("leader"), 0, 95) in engine.log
+    assert max(engine.computed.values()) == 1
+
+
+def test_boundaries_are_stored_for_those_who_come_later() -> None:
+    engine = FakeEngine(prefill_chunk=1000)
+    engine.submit("only", [*SHARED, 1, 2], boundaries=(40, 80, 5000))
+    engine.drain()
+    assert [work.stop for work in engine.works(Prefill)] == [40, 80, len(SHARED) + 1]
+
+
+def test_other_namespaces_and_uncached_requests_share_nothing() -> None:
+    engine = FakeEngine()
+    engine.submit("a", [*SHARED, 1], namespace="one")
+    engine.submit("b", [*SHARED, 1], namespace="two")
+    engine.submit("c", [*SHARED, 1], namespace=None)
+    engine.submit("d", [*SHARED, 1], namespace=None)
+    engine.drain()
+    assert engine.works(Wait) == []
+    assert not any(work.request in ("c", "d") for work in engine.works(Store))
+
+
+def test_a_one_token_prompt_decodes_at_once() -> None:
+    engine = FakeEngine()
+    engine.submit("one", [5])
+    engine.drain()
+    assert engine.log == [Admit(R("one"), False), Decode(), Decode()]
+
+
+def test_a_long_prefill_lets_running_rows_go_on_after_every_chunk() -> None:
+    engine = FakeEngine(prefill_chunk=16, output=50)
+    engine.submit("running", [1, 2, 3])
+    while engine.turn() != Decode():
+        pass
+    engine.submit("long", list(range(500)))
+    engine.submit("short", list(range(600, 610)))
+    engine.drain()
+    since_decode = 0
+    for work in engine.log[engine.log.index(Decode()) :]:
+        match work:
+            case Prefill(_, start, stop):
+                since_decode += stop - start
+                assert since_decode <= 16
+            case Decode():
+                since_decode = 0
+
+
+def test_short_suffixes_are_prefilled_together_before_the_next_step() -> None:
+    engine = FakeEngine(prefill_chunk=64, output=9)
+    for agent in range(6):
+        engine.submit(f"r{agent}", [*SHARED, *range(agent * 10, agent * 10 + 5)])
+    engine.drain()
+    assert len(engine.works(Decode)) <= 9 + 3
+
+
+def test_rows_beyond_the_limit_wait_in_order_of_arrival() -> None:
+    engine = FakeEngine(max_rows=2)
+    for name in "abcdef":
+        engine.submit(name, [ord(name), 1, 2])
+    engine.drain()
+    assert [work.request for work in engine.works(Admit)] == list("abcdef")
+
+
+class Arrival(NamedTuple):
+    """A prompt made of segments that prompts share, and what happens around it."""
+
+    segments: list[int]
+    own: int
+    turns: int
+    cancel_after: int | None
+
+
+SEGMENT_LENGTHS = (1, 3, 20, 40)
+ARRIVALS = st.lists(
+    st.builds(
+        Arrival,
+        segments=st.lists(st.integers(0, len(SEGMENT_LENGTHS) - 1), max_size=4),
+        own=st.integers(1, 30),
+        turns=st.integers(0, 6),
+        cancel_after=st.none() | st.integers(0, 25),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+def _prompt(index: int, arrival: Arrival) -> list[int]:
+    shared = [
+        100 * (segment + 1) + at
+        for segment in arrival.segments
+        for at in range(SEGMENT_LENGTHS[segment])
+    ]
+    return [*shared, *range(1000 * (index + 1), 1000 * (index + 1) + arrival.own)]
+
+
+def _play(engine: FakeEngine, arrivals: list[Arrival], *, lossy: bool = False) -> None:
+    """Arrivals and cancellations at their turns, then everything to its end."""
+    due: list[tuple[int, R]] = []
+    for index, arrival in enumerate(arrivals):
+        request = engine.submit(f"r{index}", _prompt(index, arrival))
+        if arrival.cancel_after is not None:
+            due.append((len(engine.log) + arrival.cancel_after, request))
+        for _ in range(arrival.turns):
+            engine.turn()
+            _cancel_due(engine, due, lossy)
+    while engine.turn() is not None:
+        _cancel_due(engine, due, lossy)
+    engine.drain()
+
+
+def _cancel_due(engine: FakeEngine, due: list[tuple[int, R]], lossy: bool) -> None:
+    for at, request in list(due):
+        if at <= len(engine.log):
+            due.remove((at, request))
+            if request in engine.prompts:
+                (engine.fail if lossy else engine.cancel)(request)
+
+
+@given(ARRIVALS, st.integers(1, 4), st.sampled_from([5, 16, 64]))
+@settings(max_examples=150, deadline=None)
+def test_every_prompt_token_is_computed_once_whatever_arrives_and_leaves(
+    arrivals: list[Arrival], max_rows: int, prefill_chunk: int
+) -> None:
+    engine = FakeEngine(max_rows=max_rows, prefill_chunk=prefill_chunk)
+    _play(engine, arrivals)
+    assert max(engine.computed.values(), default=1) == 1
+
+
+@given(ARRIVALS, st.integers(1, 4))
+@settings(max_examples=100, deadline=None)
+def test_what_is_computed_twice_is_less_than_the_minimum_per_request(
+    arrivals: list[Arrival], max_rows: int
+) -> None:
+    engine = FakeEngine(max_rows=max_rows, minimum_shared=MINIMUM_SHARED_TOKENS)
+    _play(engine, arrivals)
+    twice = sum(engine.computed.values()) - len(engine.computed)
+    assert twice <= (MINIMUM_SHARED_TOKENS - 1) * len(arrivals)
+
+
+@given(ARRIVALS, st.integers(1, 4), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_nobody_is_left_behind_when_leaders_fail_or_the_cache_takes_nothing(
+    arrivals: list[Arrival], max_rows: int, refuses: bool
+) -> None:
+    engine = FakeEngine(max_rows=max_rows, refuses=refuses)
+    _play(engine, arrivals, lossy=True)
+    assert engine.scheduler.next() is None
+
+
+@given(ARRIVALS)
+@settings(max_examples=30, deadline=None)
+def test_the_same_arrivals_give_the_same_work(arrivals: list[Arrival]) -> None:
+    first, second = FakeEngine(max_rows=3), FakeEngine(max_rows=3)
+    _play(first, arrivals)
+    _play(second, arrivals)
+    assert first.log == second.log
