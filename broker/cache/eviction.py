@@ -1,48 +1,60 @@
 """Which leaf leaves memory next: policies, next-use hints, the queue that orders them. No MLX."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from msgspec import Struct
 
+from .density import HitDensity
 from .node import Node
 
-_Entry = tuple[int, float, int, Node]
+__all__ = ["LRU", "EvictionPolicy", "EvictionQueue", "HitDensity", "QueueStatistics"]
 
 
 class EvictionPolicy(Protocol):
-    """The order of the leaves for which nobody gave a hint."""
+    """The order of the leaves for which nobody gave a hint.
 
-    def score(self, node: Node) -> float:
-        """The node's place, in seconds on the cache's clock: the lowest leaves first.
+    Leaves of one group leave least recently used first; among the heads of the groups, the one of
+    the lowest density leaves. So a policy needs no order of its own, and a victim costs O(log n).
+    """
 
-        Asked whenever the node becomes a leaf or is used as one, and kept until then. LRU's answer
-        is the time of last use; a node worth more answers as if it had been used later.
-        """
+    def used(self, node: Node, admitted: bool) -> None:
+        """A node came into memory (`admitted`) or, being there, was hit."""
         ...
 
-    def evicted(self, node: Node) -> None:
-        """A node that the queue offered has left memory."""
+    def group(self, node: Node) -> int:
+        """The node's group, which only a use may change."""
+        ...
+
+    def density(self, node: Node) -> float:
+        """What keeping the node is worth now, in any unit."""
+        ...
+
+    def leaving(self, node: Node) -> None:
+        """A node is about to leave memory; it may yet stay."""
         ...
 
 
 class LRU:
     """Least recently used first."""
 
-    def score(self, node: Node) -> float:
-        """The time of last use."""
-        return node.last_used
+    def used(self, node: Node, admitted: bool) -> None:
+        """Nothing to learn: the tree keeps the time of last use."""
 
-    def evicted(self, node: Node) -> None:
-        """Nothing to learn."""
+    def group(self, node: Node) -> int:
+        """All leaves are in one."""
+        return 0
 
+    def density(self, node: Node) -> float:
+        """With one group there is nothing to compare."""
+        return 0.0
 
-def default_policy() -> EvictionPolicy:
-    """The policy of a cache that was not given one."""
-    return LRU()
+    def leaving(self, node: Node) -> None:
+        """Nothing to remember."""
 
 
 class QueueStatistics(Struct, frozen=True, kw_only=True):
@@ -54,14 +66,21 @@ class QueueStatistics(Struct, frozen=True, kw_only=True):
     evictions: int
 
 
+class _Place(NamedTuple):
+    """A place in a heap, void once its ticket is; tickets, unlike nodes, keep nothing alive."""
+
+    priority: int
+    order: float
+    ticket: int
+
+
 class EvictionQueue:
     """The evictable leaves of all trees of a cache, in the order in which they should leave.
 
-    Trees report to it (`changed`); the owner of the bytes takes `victims`. Lower priority goes
-    first. Among equals, a node with a hint waits until it is due, one without is expected to wait
-    as long as it has lain idle by the policy's score, and the longest wait leaves first. A hint
-    overdue by as much as it lay ahead of the last use lapses. Each change and each victim costs
-    O(log n).
+    Trees report to it; the owner of the bytes takes `victims`. Lower priority goes first. Among
+    equals a leaf with a hint will wait until it is due, one without is expected to wait as long
+    as it has lain idle, and the longest wait leaves first; between leaves without a hint the
+    policy decides. A hint overdue by as much as it lay ahead of the last use lapses.
     """
 
     def __init__(
@@ -69,33 +88,39 @@ class EvictionQueue:
         policy: EvictionPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.policy = policy if policy is not None else default_policy()
+        self.policy = policy if policy is not None else HitDensity()
         self._clock = clock
-        self._plain: list[_Entry] = []
-        self._hinted: list[_Entry] = []
-        self._timers: list[tuple[float, int, Node]] = []
+        self._queued: dict[int, Node] = {}
+        self._groups: defaultdict[int, list[_Place]] = defaultdict(list)
+        self._hinted: list[_Place] = []
+        self._timers: list[_Place] = []
         self._tickets = count(1)
         self._evictions = 0
 
+    def used(self, node: Node, admitted: bool) -> None:
+        """A tree's report of a use."""
+        self.policy.used(node, admitted)
+
     def changed(self, node: Node) -> None:
         """Take a node's new place: in the order if it is an unleased leaf in RAM, else nowhere."""
+        self._queued.pop(node.ticket, None)
         node.ticket = 0
         if not node.is_held_leaf:
             return
         now = self._clock()
         node.ticket = ticket = next(self._tickets)
-        if node.pinned_until > now:
-            heappush(self._timers, (node.pinned_until, ticket, node))
-            return
+        self._queued[ticket] = node
         due = _next_due(node, now)
-        if due is None:
-            node.score = self.policy.score(node)
-            _push(self._plain, (node.priority, node.score, ticket, node))
-            return
-        _push(self._hinted, (node.priority, -due, ticket, node))
-        heappush(self._timers, (_lapse(node, due), ticket, node))
+        if node.pinned_until > now:
+            self._push(self._timers, _Place(0, node.pinned_until, ticket))
+        elif due is None:
+            group = self._groups[self.policy.group(node)]
+            self._push(group, _Place(node.priority, node.last_used, ticket))
+        else:
+            self._push(self._hinted, _Place(node.priority, -due, ticket))
+            self._push(self._timers, _Place(0, _lapse(node, due), ticket))
 
-    def victims(self) -> Iterator[Node]:
+    def victims(self) -> Generator[Node, None, None]:
         """Nodes in the order in which they should leave, parents after their last child.
 
         Remove or detach what is offered, or pass over it: what is still a leaf when the iteration
@@ -105,10 +130,9 @@ class EvictionQueue:
         try:
             while (node := self._pop()) is not None:
                 offered.append(node)
+                self.policy.leaving(node)
                 yield node
-                if node.span is None or node.parent is None:
-                    self._evictions += 1
-                    self.policy.evicted(node)
+                self._evictions += node.span is None or node.parent is None
         finally:
             for node in offered:
                 if not node.ticket:
@@ -116,41 +140,74 @@ class EvictionQueue:
 
     def statistics(self) -> QueueStatistics:
         """Counts; takes time in proportion to the leaves."""
-        plain, hinted = _valid(self._plain), _valid(self._hinted)
-        timed = sum(node.ticket == ticket for _, ticket, node in self._timers)
+        now = self._clock()
+        pinned = sum(node.pinned_until > now for node in self._queued.values())
         return QueueStatistics(
-            evictable=plain + hinted,
-            hinted=hinted,
-            pinned=timed - hinted,
+            evictable=len(self._queued) - pinned,
+            hinted=sum(place.ticket in self._queued for place in self._hinted),
+            pinned=pinned,
             evictions=self._evictions,
         )
 
     def check_integrity(self) -> None:
-        """Assert that whatever is queued is an evictable leaf."""
-        for _, _, ticket, node in (*self._plain, *self._hinted):
-            assert node.ticket != ticket or node.is_held_leaf, node
+        """Assert that what is queued are evictable leaves, each in the heap where it belongs."""
+        for ticket, node in self._queued.items():
+            assert node.ticket == ticket, node
+            assert node.is_held_leaf, node
+        heaps = {**self._groups, -1: self._hinted}
+        queued: Counter[int] = Counter()
+        for group, heap in heaps.items():
+            nodes = [self._queued[each.ticket] for each in heap if each.ticket in self._queued]
+            assert all(group in (-1, self.policy.group(node)) for node in nodes), group
+            queued.update(node.ticket for node in nodes)
+        timed = {place.ticket for place in self._timers}
+        assert not queued or max(queued.values()) == 1, queued
+        assert all(ticket in queued or ticket in timed for ticket in self._queued)
 
     def _pop(self) -> Node | None:
         now = self._clock()
-        while self._timers and self._timers[0][0] <= now:
-            _, ticket, node = heappop(self._timers)
-            if node.ticket == ticket:
-                self.changed(node)
-        plain, hinted = _top(self._plain), _top(self._hinted)
-        if plain is None and hinted is None:
+        while self._has_head(self._timers) and self._timers[0].order <= now:
+            self.changed(self._queued[heappop(self._timers).ticket])
+        heap = self._next_heap(now)
+        if heap is None:
             return None
-        if hinted is None or (plain is not None and _leaves_before(plain, hinted, now)):
-            node = heappop(self._plain)[3]
-        else:
-            node = heappop(self._hinted)[3]
+        node = self._queued.pop(heappop(heap).ticket)
         node.ticket = 0
         return node
 
+    def _next_heap(self, now: float) -> list[_Place] | None:
+        """The heap whose head leaves next."""
+        heads = [heap for heap in self._groups.values() if self._has_head(heap)]
+        plain = min(heads, key=self._rank) if heads else None
+        if not self._has_head(self._hinted):
+            return plain
+        if plain is None or _outwaits(self._hinted[0], plain[0], now):
+            return self._hinted
+        return plain
 
-def _leaves_before(plain: _Entry, hinted: _Entry, now: float) -> bool:
-    if plain[0] != hinted[0]:
-        return plain[0] < hinted[0]
-    return now - plain[1] >= -hinted[1] - now
+    def _rank(self, heap: list[_Place]) -> tuple[int, float, float]:
+        head = heap[0]
+        return head.priority, self.policy.density(self._queued[head.ticket]), head.order
+
+    def _has_head(self, heap: list[_Place]) -> bool:
+        while heap and heap[0].ticket not in self._queued:
+            heappop(heap)
+        return bool(heap)
+
+    def _push(self, heap: list[_Place], place: _Place) -> None:
+        """Add a place; sweep the void ones out once they are most of the heap."""
+        heappush(heap, place)
+        if len(heap) > 64 + 2 * len(self._queued):
+            heap[:] = [each for each in heap if each.ticket in self._queued]
+            heapify(heap)
+
+
+def _outwaits(hinted: _Place, plain: _Place, now: float) -> bool:
+    """Whether a leaf with a hint goes before one without."""
+    if hinted.priority != plain.priority:
+        return hinted.priority < plain.priority
+    due, last_used = -hinted.order, plain.order
+    return due - now > now - last_used
 
 
 def _next_due(node: Node, now: float) -> float | None:
@@ -164,21 +221,3 @@ def _next_due(node: Node, now: float) -> float | None:
 
 def _lapse(node: Node, due: float) -> float:
     return due + max(0.0, due - node.last_used)
-
-
-def _top(heap: list[_Entry]) -> _Entry | None:
-    while heap and heap[0][3].ticket != heap[0][2]:
-        heappop(heap)
-    return heap[0] if heap else None
-
-
-def _push(heap: list[_Entry], entry: _Entry) -> None:
-    """Add an entry; sweep stale ones out when they may outnumber the rest."""
-    heappush(heap, entry)
-    if len(heap) > 64 and len(heap) & (len(heap) - 1) == 0 and 2 * _valid(heap) < len(heap):
-        heap[:] = [each for each in heap if each[3].ticket == each[2]]
-        heapify(heap)
-
-
-def _valid(heap: list[_Entry]) -> int:
-    return sum(entry[3].ticket == entry[2] for entry in heap)

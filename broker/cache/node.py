@@ -31,6 +31,26 @@ class NodeState(Enum):
     COLD = "cold"
 
 
+HELD = frozenset({NodeState.PENDING, NodeState.LIVE, NodeState.RESIDENT})
+"""The states of nodes that something in RAM stands behind."""
+
+TRANSITIONS = {
+    NodeState.PENDING: frozenset({NodeState.LIVE, NodeState.RESIDENT, NodeState.COLD}),
+    NodeState.LIVE: frozenset({NodeState.RESIDENT, NodeState.COLD}),
+    NodeState.RESIDENT: frozenset({NodeState.COLD}),
+    NodeState.COLD: HELD,
+}
+"""What a node of each state may become."""
+
+PARENTS = {
+    NodeState.PENDING: HELD,
+    NodeState.LIVE: frozenset({NodeState.LIVE, NodeState.RESIDENT}),
+    NodeState.RESIDENT: frozenset({NodeState.RESIDENT}),
+    NodeState.COLD: frozenset(NodeState),
+}
+"""Below which states a node of each state may hang: RAM is closed towards the root."""
+
+
 class Node:
     """The tokens [start, stop) of every sequence that runs through it. It stands for its *end*.
 
@@ -53,7 +73,6 @@ class Node:
         "parent",
         "pinned_until",
         "priority",
-        "score",
         "span",
         "start",
         "state",
@@ -61,6 +80,8 @@ class Node:
         "ticket",
         "tokens",
         "tree",
+        "used_at",
+        "uses",
     )
 
     def __init__(self, tree: PrefixTree, parent: Node | None, tokens: Tokens, now: float) -> None:
@@ -82,8 +103,9 @@ class Node:
         self.hits = 0
         self.held_children = 0
         self.page_digest: bytes | None = None
-        self.score = 0.0
         self.ticket = 0
+        self.uses = 0
+        self.used_at = 0
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -125,5 +147,5 @@ class Node:
         return int(self.tokens.nbytes) + NODE_BYTES + sys.getsizeof(self.children)
 
 
-# A node, its array object, and the boxed start, stop, time and score.
+# A node, its array object, and the boxed start, stop, time and tick.
 NODE_BYTES = 8 * len(Node.__slots__) + 16 + 112 + 2 * 28 + 2 * 24

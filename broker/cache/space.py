@@ -97,6 +97,10 @@ class _Observer:
         if not self.is_closed:
             self._queue.changed(node)
 
+    def used(self, node: Node, admitted: bool) -> None:
+        if not self.is_closed:
+            self._queue.used(node, admitted)
+
 
 def resident_bytes(nodes: Iterable[Node]) -> int:
     """Exact bytes of what nodes hold, checkpoints included."""

@@ -11,41 +11,32 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from msgspec import Struct
 
 from ..errors import CacheError
 from ..trace.events import Divergence
-from .node import Node, NodeState, Span
+from .audit import TreeStatistics, check_nodes, count
+from .naming import name_of
+from .node import HELD, PARENTS, TRANSITIONS, Node, NodeState, Span
 from .prefix_hash import (
-    PAGE_TOKENS,
     EntryName,
     Tokens,
     TokenSource,
     as_tokens,
     common_prefix_length,
-    entry_name,
     namespace_digest,
 )
 
-_HELD = frozenset({NodeState.PENDING, NodeState.LIVE, NodeState.RESIDENT})
-_TRANSITIONS = {
-    NodeState.PENDING: {NodeState.LIVE, NodeState.RESIDENT, NodeState.COLD},
-    NodeState.LIVE: {NodeState.RESIDENT, NodeState.COLD},
-    NodeState.RESIDENT: {NodeState.COLD},
-    NodeState.COLD: {NodeState.PENDING, NodeState.LIVE, NodeState.RESIDENT},
-}
-_PARENTS = {
-    NodeState.PENDING: _HELD,
-    NodeState.LIVE: frozenset({NodeState.LIVE, NodeState.RESIDENT}),
-    NodeState.RESIDENT: frozenset({NodeState.RESIDENT}),
-    NodeState.COLD: frozenset(NodeState),
-}
-
 
 class Observer(Protocol):
-    """Told whenever a node may have become evictable, ceased to be, or changed its place."""
+    """Told of what the order of eviction depends on."""
 
-    def changed(self, node: Node) -> None: ...
+    def changed(self, node: Node) -> None:
+        """The node may have become evictable, ceased to be, or changed its place in the order."""
+        ...
+
+    def used(self, node: Node, admitted: bool) -> None:
+        """The node became resident (`admitted`) or, being resident, was hit."""
+        ...
 
 
 class MonotoneClock:
@@ -94,21 +85,6 @@ class Insertion(NamedTuple):
     node: Node
     created: Node | None
     split: Node | None
-
-
-class TreeStatistics(Struct, frozen=True, kw_only=True):
-    """Counts of one tree. `index_bytes` covers tokens and objects, not the KV."""
-
-    nodes: int
-    entries: int
-    tokens: int
-    resident_tokens: int
-    cold_tokens: int
-    pending_nodes: int
-    leased_nodes: int
-    pinned_nodes: int
-    checkpoints: int
-    index_bytes: int
 
 
 class PrefixTree:
@@ -184,20 +160,7 @@ class PrefixTree:
 
     def name(self, node: Node) -> EntryName:
         """The name of the sequence that ends at `node`; hashed once, then kept with the nodes."""
-        todo = []
-        while node.page_digest is None:
-            todo.append(node)
-            assert node.parent is not None
-            node = node.parent
-        rest = _after_last_page(node)
-        digest, length = node.page_digest, node.stop
-        for node in reversed(todo):
-            rest = np.concatenate([rest, node.tokens])
-            done = node.stop - len(rest)
-            digest = entry_name(rest, digest, done).page
-            node.page_digest, length = digest, node.stop
-            rest = rest[len(rest) - length % PAGE_TOKENS :]
-        return entry_name(rest, digest, length - len(rest))
+        return name_of(node)
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the root, parents before children."""
@@ -252,7 +215,7 @@ class PrefixTree:
             raise CacheError("an entry needs at least one token")
         if len(span or ()) != (new if state is NodeState.RESIDENT else 0):
             raise CacheError(f"span of {len(span or ())} tokens for {new} new {state.value} tokens")
-        if new and above.state not in _PARENTS[state]:
+        if new and above.state not in PARENTS[state]:
             raise CacheError(f"{state.value} below {above.state.value} at token {walk.length}")
         upper = self.split(above, walk.length) if walk.length < above.stop else None
         node = upper or above
@@ -273,10 +236,11 @@ class PrefixTree:
         spans = node.span.split(at) if node.span is not None else None
         upper = Node(self, parent, node.tokens[:cut].copy(), node.last_used)
         upper.state, upper.hits, upper.priority = node.state, node.hits, node.priority
+        upper.uses, upper.used_at = node.uses, node.used_at
         parent.children[int(node.tokens[0])] = upper
         node.parent, node.start, node.tokens = upper, at, node.tokens[cut:].copy()
         upper.children[int(node.tokens[0])] = node
-        upper.held_children = 1 if node.state in _HELD else 0
+        upper.held_children = 1 if node.state in HELD else 0
         if spans is not None:
             upper.span, node.span = spans
         self._nodes += 1
@@ -296,7 +260,7 @@ class PrefixTree:
         if node.children or node.leases or node.parent is None:
             raise CacheError(f"{node} has {len(node.children)} children and {node.leases} leases")
         parent = node.parent
-        if node.state in _HELD:
+        if node.state in HELD:
             self._let_go(node)
         del parent.children[int(node.tokens[0])]
         self._pinned.discard(node)
@@ -331,25 +295,27 @@ class PrefixTree:
         resident, live below live or resident, pending below anything but cold.
         """
         parent = node.parent
-        if parent is None or state not in _TRANSITIONS[node.state]:
-            expected = sorted(each.value for each in _TRANSITIONS[node.state])
+        if parent is None or state not in TRANSITIONS[node.state]:
+            expected = sorted(each.value for each in TRANSITIONS[node.state])
             raise CacheError(f"{node} can become {', '.join(expected)}; got {state.value}")
-        if parent.state not in _PARENTS[state]:
+        if parent.state not in PARENTS[state]:
             raise CacheError(f"{node} cannot be {state.value} below {parent.state.value}")
         if (state is NodeState.RESIDENT) != (span is not None):
             raise CacheError(
                 f"{node} as {state.value} {'needs a' if span is None else 'takes no'} span"
             )
-        was_held = node.state in _HELD
+        was_held = node.state in HELD
         if state is NodeState.COLD and node.held_children:
             raise CacheError(f"{node} has {node.held_children} children in RAM; cannot be cold")
         node.span = span
-        if was_held and state not in _HELD:
+        if was_held and state not in HELD:
             self._let_go(node)
-        elif not was_held and state in _HELD:
+        elif not was_held and state in HELD:
             parent.held_children += 1
             self._changed(parent)
         node.state = state
+        if state is NodeState.RESIDENT:
+            self._used(node, admitted=True)
         self._changed(node)
 
     # Protecting and ordering
@@ -394,6 +360,8 @@ class PrefixTree:
             walker.hits += 1
             if walker.hints:
                 walker.hints.pop(0)
+            if walker.state is NodeState.RESIDENT and walker.parent is not None:
+                self._used(walker, admitted=False)
             if not walker.held_children:
                 self._changed(walker)
             walker = walker.parent
@@ -412,29 +380,13 @@ class PrefixTree:
 
     def statistics(self) -> TreeStatistics:
         """Counts over all nodes; takes time in proportion to them."""
-        nodes = list(self.nodes())
-        pinned = self.pinned_nodes()
-        return TreeStatistics(
-            nodes=len(nodes),
-            entries=sum(node.is_entry for node in nodes),
-            tokens=sum(map(len, nodes)),
-            resident_tokens=sum(len(n) for n in nodes if n.state is NodeState.RESIDENT),
-            cold_tokens=sum(len(n) for n in nodes if n.state is NodeState.COLD),
-            pending_nodes=sum(n.state is NodeState.PENDING for n in nodes),
-            leased_nodes=sum(bool(n.leases) for n in nodes),
-            pinned_nodes=len(pinned),
-            checkpoints=sum(n.checkpoint is not None for n in nodes),
-            index_bytes=sum(n.index_bytes for n in nodes),
-        )
+        return count(list(self.nodes()), len(self.pinned_nodes()))
 
     def check_integrity(self) -> None:
         """Assert every invariant of every node; for tests and idle moments."""
-        seen = 0
-        assert self.root.state is NodeState.RESIDENT
-        for node in (self.root, *self.nodes()):
-            seen += not node.is_root
-            _check_node(node)
-        assert seen == self._nodes, f"{seen} nodes counted, {self._nodes} recorded"
+        nodes = list(self.nodes())
+        check_nodes(self.root, nodes)
+        assert len(nodes) == self._nodes, f"{len(nodes)} nodes, {self._nodes} recorded"
         assert all(node.tree is self and node.parent is not None for node in self._pinned)
 
     # Helpers
@@ -443,9 +395,15 @@ class PrefixTree:
         node = Node(self, parent, tokens.copy(), self.clock())
         node.state, node.span = state, span
         parent.children[int(tokens[0])] = node
-        parent.held_children += state in _HELD
+        parent.held_children += state in HELD
         self._nodes += 1
+        above: Node | None = parent
+        while above is not None:
+            above.last_used = node.last_used
+            above = above.parent
         self._changed(parent)
+        if state is NodeState.RESIDENT:
+            self._used(node, admitted=True)
         self._changed(node)
         return node
 
@@ -461,6 +419,10 @@ class PrefixTree:
         node.state = NodeState.COLD
         self._changed(node)
         self._changed(parent)
+
+    def _used(self, node: Node, admitted: bool) -> None:
+        if self._observer is not None:
+            self._observer.used(node, admitted)
 
     def _changed(self, node: Node) -> None:
         if self._observer is not None:
@@ -478,36 +440,3 @@ def _divergence_inside(node: Node, wanted: Tokens, at: int) -> Divergence | None
     if at == len(wanted):
         return None
     return Divergence(at, int(node.tokens[at - node.start]), int(wanted[at]))
-
-
-def _after_last_page(node: Node) -> Tokens:
-    """The up to 63 tokens between the last page boundary and the node's end."""
-    need = node.stop % PAGE_TOKENS
-    parts: list[Tokens] = []
-    while need:
-        part = node.tokens[max(0, len(node) - need) :]
-        parts.append(part)
-        need -= len(part)
-        assert node.parent is not None
-        node = node.parent
-    return np.concatenate(parts[::-1]) if parts else np.empty(0, np.uint32)
-
-
-def _check_node(node: Node) -> None:
-    assert node.stop - node.start == len(node.tokens), node
-    assert node.leases >= 0, node
-    held = [child for child in node.children.values() if child.state in _HELD]
-    assert node.held_children == len(held), (node, node.held_children, held)
-    for first, child in node.children.items():
-        assert child.parent is node, (node, child)
-        assert child.start == node.stop, (node, child)
-        assert len(child) > 0, (node, child)
-        assert first == int(child.tokens[0]), (node, child)
-        assert node.state in _PARENTS[child.state], f"{child} below {node}"
-    if node.parent is not None:
-        assert (node.span is not None) == (node.state is NodeState.RESIDENT), node
-        assert node.tokens.base is None, node
-        assert node.tokens.dtype == np.uint32, node
-    if node.span is not None:
-        assert len(node.span) == len(node), (node, len(node.span))
-    assert not node.hints or node.hints == sorted(node.hints), node
