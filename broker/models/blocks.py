@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 GROUP = 32
 BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
-STORED_AS = {"F32": "F32", "F16": "F16"}
+STORED_AS = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 ZERO_POINT = {"Q4_0": 8, "Q8_0": 128}
 
 Bytes = npt.NDArray[np.uint8]
@@ -48,7 +48,8 @@ def convert_blocks(format_name: str, rows: Bytes) -> list[bytes]:
     scales = blocks[:, :2].copy().view(np.float16)
     if format_name == "Q4_1":
         return [_pack_nibbles(blocks[:, 4:]), scales.tobytes(), blocks[:, 2:4].tobytes()]
-    biases = scales * np.float16(-ZERO_POINT[format_name])
+    with np.errstate(over="ignore"):  # a scale that large is no weight's; it ends as infinity
+        biases = scales * np.float16(-ZERO_POINT[format_name])
     codes = _pack_nibbles(blocks[:, 2:]) if format_name == "Q4_0" else _unsigned(blocks[:, 2:])
     return [codes, scales.tobytes(), biases.tobytes()]
 

@@ -15,6 +15,7 @@ from .gguf_config import SOURCE
 from .identity import WEIGHT_FILES, identity_of
 from .loaded import LoadedModel
 from .progress import Progress, ReportProgress
+from .reasons import reason_of
 from .weights import prepare
 
 CONTEXT_KEYS = (
@@ -28,7 +29,6 @@ CONTEXT_KEYS = (
 )
 CONTEXT_UNLIMITED = 1 << 20
 TOKENIZER_SOURCES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "*.tiktoken")
-LONGEST_REASON = 300
 
 
 def load_directory(
@@ -71,7 +71,7 @@ def check_complete(folder: Path) -> None:
         try:
             shards = set(json.loads(index.read_bytes())["weight_map"].values())
         except (ValueError, KeyError, AttributeError) as error:
-            raise ModelUnreadable(f"{index} is broken: {_reason(error)}") from error
+            raise ModelUnreadable(f"{index} is broken: {reason_of(error)}") from error
         if absent := sorted(shard for shard in shards if not (folder / shard).is_file()):
             raise ModelUnreadable(
                 f"{folder} is incomplete: {len(absent)} of {len(shards)} weight files are missing, "
@@ -87,7 +87,9 @@ def read_tokenizer(folder: Path) -> TokenizerWrapper:
         stops = load_config(folder).get("eos_token_id") if has_config else None
         return load_tokenizer(folder, eos_token_ids=stops)
     except Exception as error:  # transformers and tokenizers raise bare Exceptions too
-        raise ModelUnreadable(f"cannot load the tokenizer in {folder}: {_reason(error)}") from error
+        raise ModelUnreadable(
+            f"cannot load the tokenizer in {folder}: {reason_of(error)}"
+        ) from error
 
 
 def context_length(config: dict[str, Any]) -> int:
@@ -111,12 +113,5 @@ def _read_model(folder: Path, dtype: str | None) -> tuple[nn.Module, dict[str, A
     except ModelUnreadable:
         raise
     except Exception as error:  # mlx-lm raises whatever the first missing or odd value leads to
-        raise ModelUnreadable(f"cannot load the model in {folder}: {_reason(error)}") from error
+        raise ModelUnreadable(f"cannot load the model in {folder}: {reason_of(error)}") from error
     return model, config, computes_in
-
-
-def _reason(error: Exception) -> str:
-    """The first line of an error that was made for other readers."""
-    lines = str(error).strip().splitlines()
-    text = lines[0].strip() if lines else ""
-    return f"{type(error).__name__}: {text[:LONGEST_REASON]}" if text else type(error).__name__

@@ -10,11 +10,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from ..errors import ModelUnreadable
+from ..errors import ModelError, ModelUnreadable
 from .blocks import BITS, GROUP, Bytes, Part, convert_blocks, parts_of
 from .gguf import GGUFFile, TensorInfo
 from .gguf_config import FREQUENCIES, LlamaShape, llama_config, llama_shape
 from .progress import Progress, ReportProgress
+from .reasons import reason_of
 from .safetensors_header import header_of
 from .tokenizer_building import from_gguf
 
@@ -51,20 +52,14 @@ def convert_gguf(source: Path, folder: Path, progress: ReportProgress) -> None:
 
     Raises `ModelUnreadable` for a broken file, another architecture or an unknown tensor.
     """
-    with GGUFFile(source) as gguf:
-        shape = llama_shape(gguf)
-        targets = {
-            name: target_of(name, shape, source) for name in gguf.tensors if name != FREQUENCIES
-        }
-        config = llama_config(gguf, shape)
-        if quantization := _quantization(gguf, targets):
-            config["quantization"] = quantization
-        tokenizer = from_gguf(gguf.metadata)
-        _write_json(folder / "config.json", config)
-        _write_json(folder / "tokenizer.json", tokenizer.tokenizer)
-        _write_json(folder / "tokenizer_config.json", tokenizer.config)
-        with (folder / "model.safetensors").open("wb") as file:
-            _write_weights(gguf, targets, file, progress)
+    try:
+        _convert(source, folder, progress)
+    except (ModelError, OSError):
+        raise
+    except (
+        Exception
+    ) as error:  # a well-formed file can still hold values of the wrong kind anywhere
+        raise ModelUnreadable(f"{source} is broken: {reason_of(error)}") from error
 
 
 def target_of(name: str, shape: LlamaShape, source: Path) -> Target:
@@ -84,6 +79,23 @@ def unpermute(rows: Bytes, heads: int) -> Bytes:
     bytes]."""
     halves = rows.reshape(heads, -1, 2, rows.shape[-1])
     return halves.swapaxes(1, 2).reshape(rows.shape)
+
+
+def _convert(source: Path, folder: Path, progress: ReportProgress) -> None:
+    with GGUFFile(source) as gguf:
+        shape = llama_shape(gguf)
+        targets = {
+            name: target_of(name, shape, source) for name in gguf.tensors if name != FREQUENCIES
+        }
+        config = llama_config(gguf, shape)
+        if quantization := _quantization(gguf, targets):
+            config["quantization"] = quantization
+        tokenizer = from_gguf(gguf.metadata)
+        _write_json(folder / "config.json", config)
+        _write_json(folder / "tokenizer.json", tokenizer.tokenizer)
+        _write_json(folder / "tokenizer_config.json", tokenizer.config)
+        with (folder / "model.safetensors").open("wb") as file:
+            _write_weights(gguf, targets, file, progress)
 
 
 def _write_weights(

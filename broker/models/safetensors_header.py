@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from .blocks import Part
 
-ITEM_BYTES = {"U32": 4, "F32": 4, "F16": 2}
+ITEM_BYTES = {"U32": 4, "F32": 4, "F16": 2, "BF16": 2}
 
 
 def header_of(parts: Sequence[Part]) -> bytes:

@@ -25,6 +25,7 @@ from .directory import context_length, read_tokenizer
 from .identity import ModelIdentity, digest_of
 from .loaded import LoadedModel
 from .progress import Progress, ReportProgress
+from .reasons import reason_of
 from .synthetic_config import FAMILIES, Sizes, configuration
 from .synthetic_spec import SyntheticSpec, parse_spec
 from .tokenizer_building import TokenizerFiles, byte_level, padded, size_of
@@ -137,9 +138,8 @@ def _build(asked: SyntheticSpec, config: dict[str, Any]) -> nn.Module:
     try:
         model: nn.Module = model_class(arguments.from_dict(config))
     except Exception as error:  # whatever a configuration that does not fit leads to
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelUnreadable(
-            f"{name} cannot be made: {reason} (set what is missing as config.NAME=VALUE)"
+            f"{name} cannot be made: {reason_of(error)} (set what is missing as config.NAME=VALUE)"
         ) from error
     model.eval()
     return model
