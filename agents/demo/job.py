@@ -1,0 +1,104 @@
+"""The demo's work: open a broker, let the agents run, say what it cost."""
+
+import sys
+from contextlib import AsyncExitStack
+
+import anyio
+import msgspec
+from msgspec import Struct
+from rich.console import Console
+
+from mlx_swarm.broker import Broker
+from mlx_swarm.broker.backend import BLAS_HINT, describe
+from mlx_swarm.broker.errors import InvalidRequest
+from mlx_swarm.broker.request import Message
+
+from ..swarm import Swarm
+from .display import display_for
+from .loading import LoadingDisplay
+from .report import Run, read_run
+from .tables import print_comparison, print_run
+from .texts import handbook, tasks_for
+
+MAX_TOKENS = 64
+MAX_TOKENS_SLOW = 32
+
+
+class Options(Struct, frozen=True, kw_only=True):
+    """What to run. `max_tokens` None leaves it to the backend's speed."""
+
+    agents: int = 8
+    model: str = "smollm2-135m"
+    max_tokens: int | None = None
+    compare: bool = False
+    json: bool = False
+
+    def validate(self) -> None:
+        """Raise `InvalidRequest` for a number out of range."""
+        if self.agents < 1:
+            raise InvalidRequest(f"--agents is {self.agents}; it must be at least 1")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InvalidRequest(f"--max-tokens is {self.max_tokens}; it must be at least 1")
+
+
+def run(options: Options) -> None:
+    """Run the demo and print its outcome; raises `SwarmError`s as they come."""
+    options.validate()
+    anyio.run(_run, options)
+
+
+async def _run(options: Options) -> None:
+    messages = Console(stderr=True)
+    output = messages if options.json else Console()
+    async with AsyncExitStack() as stack:
+        with LoadingDisplay(messages) as loading:
+            broker = await stack.enter_async_context(Broker(options.model, progress=loading.report))
+        if slow := describe().is_slow:
+            messages.print(BLAS_HINT, highlight=False)
+        demo = Demo(broker, options, output, slow)
+        shared = await demo.run_agents("shared", sharing=True)
+        alone = await demo.run_agents("alone", sharing=False) if options.compare else None
+    if alone:
+        print_comparison(output, shared, alone)
+    if options.json:
+        report = shared.as_json() | ({"without_sharing": alone.as_json()} if alone else {})
+        sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
+
+
+class Demo:
+    """The same agents, run as often as asked, on one broker."""
+
+    def __init__(self, broker: Broker, options: Options, output: Console, slow: bool) -> None:
+        self._broker = broker
+        self._output = output
+        self._instructions = handbook(short=slow)
+        self._max_tokens = options.max_tokens or (MAX_TOKENS_SLOW if slow else MAX_TOKENS)
+        self._tasks = tasks_for(options.agents)
+
+    async def run_agents(self, name: str, *, sharing: bool) -> Run:
+        """Let all agents start at once, show them as they write, print what they cost."""
+        display = display_for(self._output, [task.name for task in self._tasks])
+        swarm = Swarm(
+            self._broker,
+            instructions=self._instructions,
+            max_tokens=self._max_tokens,
+            name=name,
+            cache=sharing,
+        )
+        async with swarm:
+            events = swarm.events()
+            agents = [swarm.spawn(task.text, name=task.name) for task in self._tasks]
+            with display:
+                async for event in events:
+                    display.show(event)
+            texts = {agent.name: await agent for agent in agents}
+        shared_tokens = await self._instruction_tokens() if sharing else 0
+        run = read_run(self._broker.recorder.events(), name, shared_tokens, texts)
+        print_run(self._output, run)
+        return run
+
+    async def _instruction_tokens(self) -> int:
+        """How long the agents' common beginning is: up to the end of the instructions."""
+        conversation = [Message("system", self._instructions), Message("user", self._tasks[0].text)]
+        rendered = await self._broker.render(conversation)
+        return max(rendered.boundaries, default=0)

@@ -1,0 +1,173 @@
+"""The command line: what it prints, its exit codes, and one line for everything that goes wrong."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from mlx_swarm.broker import cli
+
+MODEL = "synthetic:llama?layers=2&context=4096&tokenizer=smollm2-135m"
+DEMO = ("demo", "--model", MODEL, "--max-tokens", "6")
+KEYS = {
+    "agents",
+    "shared_prefix_tokens",
+    "prompt_tokens",
+    "cached_tokens",
+    "prefilled_tokens",
+    "seconds",
+    "per_agent",
+}
+AGENT_KEYS = {
+    "name",
+    "prompt_tokens",
+    "cached_tokens",
+    "prefilled_tokens",
+    "ttft_s",
+    "output_tokens",
+    "text",
+}
+
+Captured = pytest.CaptureFixture[str]
+
+
+def complaint(capsys: Captured, *arguments: str, code: int = 1) -> str:
+    """The one line that a command line fails with."""
+    assert cli.run(arguments) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = [line for line in captured.err.splitlines() if not line.startswith("model: ")]
+    [line] = lines
+    assert line.startswith("mlx-swarm: ")
+    return line
+
+
+def test_version(capsys: Captured) -> None:
+    assert cli.run(["--version"]) == 0
+    assert capsys.readouterr().out == f"mlx-swarm {metadata.version('mlx-swarm')}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help_lists_the_commands(capsys: Captured, arguments: list[str]) -> None:
+    assert cli.run(arguments) == 0
+    assert "demo" in capsys.readouterr().out
+
+
+def test_help_does_not_import_mlx() -> None:
+    code = (
+        "import sys; from mlx_swarm.broker import cli; cli.run(['demo', '--help']); "
+        "sys.exit('mlx.core' in sys.modules or 'mlx_lm' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def compared() -> dict[str, Any]:
+    """The report of nine agents, run with sharing and without."""
+    command = [sys.executable, "-m", "mlx_swarm.broker.cli", *DEMO]
+    options = ["--json", "--compare", "--agents", "9"]
+    done = subprocess.run([*command, *options], check=True, capture_output=True, text=True)
+    [line] = done.stdout.splitlines()
+    report: dict[str, Any] = msgspec.json.decode(line)
+    return report
+
+
+def test_json_has_the_totals_and_every_agent(compared: dict[str, Any]) -> None:
+    assert set(compared) == KEYS | {"without_sharing"}
+    assert set(compared["without_sharing"]) == KEYS
+    for report in (compared, compared["without_sharing"]):
+        agents = report["per_agent"]
+        assert report["agents"] == len(agents) == len({agent["name"] for agent in agents}) == 9
+        for agent in agents:
+            assert set(agent) == AGENT_KEYS
+            assert agent["prompt_tokens"] == agent["cached_tokens"] + agent["prefilled_tokens"]
+            assert 1 <= agent["output_tokens"] <= 6
+            assert 0 < agent["ttft_s"] <= report["seconds"]
+        for field in ("prompt_tokens", "cached_tokens", "prefilled_tokens"):
+            assert report[field] == sum(agent[field] for agent in agents)
+
+
+def test_instructions_are_computed_once(compared: dict[str, Any]) -> None:
+    shared = compared["shared_prefix_tokens"]
+    suffixes = sum(agent["prompt_tokens"] - shared for agent in compared["per_agent"])
+    assert 200 < shared < 1000
+    assert compared["prefilled_tokens"] <= shared + suffixes + 8
+
+
+def test_without_sharing_everything_is_computed(compared: dict[str, Any]) -> None:
+    alone = compared["without_sharing"]
+    assert alone["prefilled_tokens"] == alone["prompt_tokens"] == compared["prompt_tokens"]
+    texts = [[agent["text"] for agent in run["per_agent"]] for run in (compared, alone)]
+    assert texts[0] == texts[1]
+
+
+def test_demo_prints_lines_and_a_table_and_leaves_no_thread(capsys: Captured) -> None:
+    before = threading.active_count()
+    assert cli.run([*DEMO, "--agents", "2"]) == 0
+    assert threading.active_count() == before
+    printed = capsys.readouterr().out
+    assert "summary | " in printed
+    assert "2 agents" in printed
+
+
+@pytest.mark.parametrize("option", ["--agents", "--max-tokens"])
+@pytest.mark.parametrize("value", ["0", "-3"])
+def test_numbers_out_of_range(capsys: Captured, option: str, value: str) -> None:
+    assert f"{option} is {value}" in complaint(capsys, "demo", f"{option}={value}")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["demo", "--agents", "many"], ["demo", "--bogus"], ["nothing"], ["demo", "extra"]]
+)
+def test_unreadable_command_lines(capsys: Captured, arguments: list[str]) -> None:
+    assert "--help" in complaint(capsys, *arguments, code=2)
+
+
+def test_unknown_model(capsys: Captured, tmp_path: Path) -> None:
+    missing = str(tmp_path / "nothing.gguf")
+    assert missing in complaint(capsys, "demo", "--model", missing)
+
+
+def test_broken_gguf(capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_SWARM_CACHE", str(tmp_path / "cache"))
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + os.urandom(64))
+    assert "broken.gguf" in complaint(capsys, "demo", "--model", str(broken))
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
+def test_prompt_longer_than_the_context(capsys: Captured) -> None:
+    model = MODEL.replace("4096", "128")
+    assert "128" in complaint(capsys, "demo", "--json", "--model", model)
+
+
+def test_cache_folder_that_cannot_be_written(
+    capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("not a folder")
+    monkeypatch.setenv("MLX_SWARM_CACHE", str(in_the_way / "cache"))
+    assert str(in_the_way) in complaint(capsys, "demo")
+
+
+def test_interrupt_ends_quietly() -> None:
+    command = [sys.executable, "-m", "mlx_swarm.broker.cli", *DEMO, "--max-tokens", "3000"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()  # agents are writing
+        process.send_signal(signal.SIGINT)
+        complaints = process.stderr.read()
+        process.stdout.read()
+    assert process.returncode == 130
+    assert "Traceback" not in complaints
