@@ -14,7 +14,7 @@ from mlx_lm.models.cache import create_attention_mask
 from ..errors import CacheError
 from .layout import TokenLeaf, dtype_name
 from .runs import Runs, clean_runs, intersect_runs, show_runs
-from .segments import KVHandle, Segment, coverage, owned, select
+from .segments import KVHandle, Segment, coverage, covers, owned, select
 
 TAIL_STEP = 64
 """Tails grow by this many tokens."""
@@ -29,8 +29,8 @@ class Clone:
 
     def __init__(self, leaf: TokenLeaf, segments: Sequence[Segment], length: int) -> None:
         needed = leaf.retention.needed(length)
-        held = intersect_runs(coverage(segments), needed)
-        if held != needed:
+        if not covers(segments, needed):
+            held = intersect_runs(coverage(segments), needed)
             raise CacheError(f"positions {show_runs(needed)} needed, {show_runs(held)} held")
         self.leaf = leaf
         self.offset = length
@@ -58,15 +58,14 @@ class Clone:
 
     def is_trimmable(self) -> bool:
         """Whether any number of tokens can be taken off the end."""
-        return coverage(self.segments()) == clean_runs([(0, self.offset)])
+        return covers(self.segments(), ((0, self.offset),))
 
     def trim(self, count: int) -> int:
         """Take `count` tokens off the end; return how many: 0 if what would be needed then is
         gone.
         """
         length = self.offset - min(self.offset, count)
-        needed = self.leaf.retention.needed(length)
-        if intersect_runs(coverage(self.segments()), needed) != needed:
+        if not covers(self.segments(), self.leaf.retention.needed(length)):
             return 0
         taken = self.offset - length
         self._cut(length)

@@ -36,7 +36,7 @@ class Retention(Struct, frozen=True, order=True):
     def needed(self, length: int) -> "Runs":
         """The positions that must be present for `length` to be usable."""
         if not self.window:
-            return clean_runs([(0, length)])
+            return ((0, length),) if length else ()
         kept = min(self.keep, length)
         return clean_runs([(0, kept), (max(kept, length - self.span), length)])
 

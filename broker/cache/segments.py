@@ -114,7 +114,7 @@ def owned(parts: Sequence[mx.array], axis: int) -> mx.array:
 
 
 def select(segments: Iterable[Segment], runs: Runs) -> tuple[Segment, ...]:
-    """The parts of segments (ascending, disjoint) that lie in `runs`, those in one buffer joined."""
+    """The parts of segments (ascending, disjoint) within `runs`, those in one buffer joined."""
     result: list[Segment] = []
     for start, stop in runs:
         for segment in segments:
@@ -125,6 +125,17 @@ def select(segments: Iterable[Segment], runs: Runs) -> tuple[Segment, ...]:
                     part = Segment(last.start, part.stop, last.sources)
                 result.append(part)
     return tuple(result)
+
+
+def covers(segments: Iterable[Segment], runs: Runs) -> bool:
+    """Whether segments (ascending, disjoint) hold all positions of `runs`."""
+    for start, stop in runs:
+        for segment in segments:
+            if segment.start <= start < segment.stop:
+                start = segment.stop
+        if start < stop:
+            return False
+    return True
 
 
 def coverage(segments: Iterable[Segment]) -> Runs:

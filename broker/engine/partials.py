@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 NOTHING = -1e30
-"""The log-sum-exp of no logits at all: finite, so that differences of two of them are no NaN."""
+"""The logit of a token that is not seen: finite, so that differences of two of them are no NaN."""
 
 
 def partial_attention(
@@ -26,7 +26,7 @@ def partial_attention(
     `queries` `[rows, query heads, L, dim]`, `keys` and `values` `[rows or 1, KV heads, T, dim]`;
     `mask` is boolean (True is seen) or added to the logits, broadcast to `[rows, query heads, L,
     T]`. `out` is `[rows, query heads, L, value dim]`, `lse` `[rows, query heads, L, 1]`. A query
-    that sees nothing of the piece gets `lse` = `NOTHING`.
+    that sees nothing of the piece gets about `NOTHING` as `lse`, and weighs nothing.
     """
     rows, heads, length, dim = queries.shape
     kv_heads, tokens = keys.shape[1], keys.shape[2]
@@ -36,13 +36,10 @@ def partial_attention(
     # Scaling after the product keeps 16-bit inputs exact where float32 products run as TF32.
     logits = (folded @ keys.astype(mx.float32).swapaxes(-1, -2)) * scale
     if mask is not None:
-        shape = (rows, heads, length, tokens)
-        logits = _masked(logits.reshape(shape), mask).reshape(logits.shape)
-    peak = mx.maximum(logits.max(axis=-1, keepdims=True), NOTHING)
-    weights = mx.exp(logits - peak)
-    total = weights.sum(axis=-1, keepdims=True)
-    out = (weights @ values.astype(mx.float32)) / mx.maximum(total, 1e-37)
-    lse = mx.where(total > 0, peak + mx.log(mx.maximum(total, 1e-37)), NOTHING)
+        masked = _masked(logits.reshape(rows, heads, length, tokens), mask)
+        logits = masked.reshape(logits.shape)
+    lse = mx.logsumexp(logits, axis=-1, keepdims=True)
+    out = mx.exp(logits - lse) @ values.astype(mx.float32)
     out_shape = (rows, heads, length, values.shape[3])
     return out.reshape(out_shape), lse.reshape(rows, heads, length, 1)
 
@@ -58,16 +55,12 @@ def merge_partials(
     if sinks is not None:
         sink = mx.broadcast_to(sinks.astype(mx.float32)[None, :, None, None], lses[0].shape)
         lses.append(sink)
-    stacked = mx.stack(lses)
-    weights = mx.exp(stacked - stacked.max(axis=0))
-    total = weights.sum(axis=0)
-    merged = outs[0] * weights[0]
-    for out, weight in zip(outs[1:], weights[1 : len(outs)], strict=True):
-        merged = merged + out * weight
-    return merged / total
+    weights = mx.softmax(mx.stack(lses), axis=0)
+    return (mx.stack(outs) * weights[: len(outs)]).sum(axis=0)
 
 
 def _masked(logits: mx.array, mask: mx.array) -> mx.array:
     if mask.dtype == mx.bool_:
-        return mx.where(mask, logits, -mx.inf)
-    return logits + mask.astype(mx.float32)
+        return mx.where(mask, logits, NOTHING)
+    # Never minus infinity: a piece that nobody sees has to have a log-sum-exp.
+    return mx.maximum(logits + mask.astype(mx.float32), NOTHING)
