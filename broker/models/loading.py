@@ -49,7 +49,7 @@ def _locate(spec: str, cache: Path, progress: ReportProgress) -> tuple[Path, str
     if spec == embedded.NAME:
         return embedded.embedded_directory(conversions(cache), progress), spec
     path = Path(spec).expanduser()
-    if path.is_dir():
+    if spec and path.is_dir():
         return path, path.resolve().name
     if path.is_file() and path.suffix == ".gguf":
         return gguf_directory(path, cache, progress), path.stem
