@@ -8,7 +8,7 @@ from ..errors import CacheError
 from ..trace.events import Split
 from .extents import Extent, ExtentRange, pack
 from .holdings import Holdings, Hook
-from .kinds import Checkpoint, layout_of, seal, snapshot, validate
+from .kinds import Checkpoint, held_runs, layout_of, seal, snapshot, validate
 from .layout import Layout
 from .lease import PromptLease
 from .node import Node
@@ -50,6 +50,10 @@ class Row(Protocol):
         """Tokens whose KV it holds."""
         ...
 
+    def held(self) -> tuple[Runs, ...]:
+        """The positions that it holds for each of `layout.groups`."""
+        ...
+
     def cut(self, start: int, stop: int) -> Extent:
         """Copy tokens [start, stop) into a new extent."""
         ...
@@ -65,6 +69,10 @@ class CacheRow:
     def __init__(self, caches: Sequence[Any]) -> None:
         self.caches = caches
         self.layout = layout_of(caches)
+
+    def held(self) -> tuple[Runs, ...]:
+        """The positions that the caches hold for each group of the layout."""
+        return held_runs(self.caches, self.layout)
 
     def cut(self, start: int, stop: int) -> Extent:
         """Copy tokens [start, stop) into a new extent."""
@@ -98,11 +106,14 @@ class Intake:
         Once the first byte is copied nothing can fail but the copy itself, which changes nothing.
         """
         layout, walk = row.layout, space.tree.walk(key)
-        with _held(walk):
-            gaps = _window_gaps(layout, walk, len(key))
-            refusal = self._admit(space, walk, len(key), layout, gaps)
-            if refusal is not None:
-                return Stored(0, 0, refusal), None
+        gaps = _window_gaps(row, walk)
+        if self._is_oversize(layout, walk, len(key), gaps):
+            return Stored(0, 0, "oversize"), None
+        # Split first: what lies beyond the matched path may have to go.
+        above = self.boundary(space, walk, walk.length) if walk.length else None
+        with _held(above):
+            if not self._admit(layout, above, len(key), gaps):
+                return Stored(0, 0, "no_room"), None
             before = self._holdings.total_bytes
             space.layout = layout
             if walk.length < len(key):
@@ -122,41 +133,35 @@ class Intake:
         self._divided(space, upper, node)
         return upper
 
-    def _admit(
-        self, space: Space, walk: Walk, length: int, layout: Layout, gaps: Runs
-    ) -> str | None:
-        """Make room for what is new; why it cannot be stored, if it cannot."""
-        new = length - walk.length + count_runs(gaps)
+    def _is_oversize(self, layout: Layout, walk: Walk, length: int, gaps: Runs) -> bool:
+        """Whether the sequence exceeds the budget all by itself."""
+        new = layout.bytes_per_token * (length - walk.length + count_runs(gaps))
+        whole = _matched_bytes(walk) + new + layout.state_bytes
+        return whole > self._room.max_bytes or layout.state_bytes > self._room.checkpoint_bytes
+
+    def _admit(self, layout: Layout, above: Node | None, length: int, gaps: Runs) -> bool:
+        """Make room for what is new below `above`; whether there is enough."""
+        matched = above.stop if above is not None else 0
+        new = layout.bytes_per_token * (length - matched + count_runs(gaps))
         state = layout.state_bytes
-        needed = layout.bytes_per_token * new + state
-        whole = _matched_bytes(walk) + needed
-        if whole > self._room.max_bytes or state > self._room.checkpoint_bytes:
-            return "oversize"
-        last = walk.path[-1] if walk.path else None
-        if last is not None and last.stop == length and last.checkpoint is not None:
-            needed, state = needed - state, 0
-        fits = self._room.trim_checkpoints(state) if state else True
-        return None if fits and self._room.make(needed) else "no_room"
+        if above is not None and matched == length and above.checkpoint is not None:
+            state = 0
+        if state and not self._room.trim_checkpoints(state):
+            return False
+        return self._room.make(new + state)
 
     def _append(
         self, space: Space, key: Tokens, row: Row | CacheRow, start: int, hook: Hook | None
     ) -> Node:
         extent = row.cut(start, len(key))
         span = self._holdings.adopt(extent, space.name, hook)
-        insertion = space.tree.insert(key, span)
-        assert insertion.created is not None
-        self._holdings.settle(insertion.created)
-        if insertion.split is not None:
-            lower = next(
-                child for child in insertion.split.children.values() if child != insertion.created
-            )
-            self._divided(space, insertion.split, lower)
-        return insertion.created
+        created = space.tree.insert(key, span).created
+        assert created is not None
+        self._holdings.settle(created)
+        return created
 
     def _mark(self, space: Space, key: Tokens) -> Node:
         """Make a stored path an entry; it was used just now."""
-        walk = space.tree.walk(key)
-        self.boundary(space, walk, len(key))
         node = space.tree.insert(key).node
         space.tree.touch(node)
         return node
@@ -202,9 +207,8 @@ class Intake:
 
 
 @contextmanager
-def _held(walk: Walk) -> Iterator[None]:
-    """Keep the walked path in the tree."""
-    node = walk.path[-1] if walk.path else None
+def _held(node: Node | None) -> Iterator[None]:
+    """Keep a node, and so all above it, in the tree."""
     if node is not None:
         node.tree.lease(node)
     try:
@@ -223,15 +227,16 @@ def _matched_bytes(walk: Walk) -> int:
     return total
 
 
-def _window_gaps(layout: Layout, walk: Walk, length: int) -> Runs:
-    """The matched positions that some window layer needs at `length` and no node holds."""
+def _window_gaps(row: Row | CacheRow, walk: Walk) -> Runs:
+    """The matched positions that the row holds for some window layer and no node does."""
+    if not row.layout.has_windows:
+        return ()
     missing: list[tuple[int, int]] = []
     spans = [node.span for node in walk.path if isinstance(node.span, ExtentRange)]
-    for index, group in enumerate(layout.groups):
-        if group.retention.window:
-            needed = intersect_runs(group.retention.needed(length), ((0, walk.length),))
-            held = clean_runs(run for span in spans for run in span.runs(index))
-            missing.extend(without_runs(needed, held))
+    matched = ((0, walk.length),)
+    for index, offered in enumerate(row.held()):
+        stored = clean_runs(run for span in spans for run in span.runs(index))
+        missing.extend(without_runs(intersect_runs(offered, matched), stored))
     return clean_runs(missing)
 
 

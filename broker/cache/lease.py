@@ -80,6 +80,7 @@ class Lender:
 
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
+        self.on_released: Callable[[], object] | None = None
         self.departing_bytes = 0
         """Bytes that only leases without a node keep: they go as those are released."""
         self._out: dict[PromptLease, _Loan] = {}
@@ -139,6 +140,8 @@ class Lender:
             self._holdings.give_back(span)
         if loan.node is not None:
             loan.node.tree.release(loan.node)
+        if self.on_released is not None:
+            self.on_released()
 
 
 class _Loan(NamedTuple):

@@ -23,7 +23,8 @@ def measure(
     """
     nodes = list(space.tree.nodes())
     extents = holdings.extents(space.name)
-    undurable = [node for node in nodes if is_durable is not None and not is_durable(node)]
+    lacking = [node for node in nodes if is_durable is not None and not is_durable(node)]
+    undurable = {above for node in lacking for above in node.path()}
     return msgspec.structs.replace(
         space.statistics(),
         extent_bytes=sum(extent.nbytes for extent in extents),

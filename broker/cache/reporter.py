@@ -10,6 +10,11 @@ class Trace(Protocol):
     """Where events go: a `Recorder`."""
 
     def now(self) -> float: ...
+    @property
+    def is_heard(self) -> bool:
+        """Whether somebody listens."""
+        return self._trace is not None
+
     def emit(self, event: Event) -> None: ...
 
 
@@ -18,6 +23,11 @@ class Reporter:
 
     def __init__(self, trace: Trace | None) -> None:
         self._trace = trace
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether somebody listens."""
+        return self._trace is not None
 
     def emit(self, make: Callable[[float], Event]) -> None:
         """Emit `make(now)`."""

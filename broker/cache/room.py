@@ -50,6 +50,7 @@ class Room:
         self.max_bytes = max_bytes
         self.checkpoint_bytes = checkpoint_bytes
         self.demotions = 0
+        self._is_making = False
         self._spaces = spaces
         self._holdings = holdings
         self._queue = queue
@@ -71,11 +72,15 @@ class Room:
         may be in flight.
         """
         target = self.max_bytes - needed
-        if self._fits(target, needed, 0):
+        # What is released while room is made must not make room by itself.
+        if self._is_making or self._fits(target, needed, 0):
             return True
-        holdings = self._holdings
-        self._evict_until(lambda: self._fits(target, needed, holdings.reclaimable_bytes))
-        holdings.compact_until(lambda: self._fits(target, needed, 0))
+        holdings, self._is_making = self._holdings, True
+        try:
+            self._evict_until(lambda: self._fits(target, needed, holdings.reclaimable_bytes))
+            holdings.compact_until(lambda: self._fits(target, needed, 0))
+        finally:
+            self._is_making = False
         self._trim_pool()
         allowance = self._cold.limit if self._cold is not None else 0
         return self._fits(target + allowance, needed, 0)
@@ -163,23 +168,19 @@ class Room:
         self._evict(space, node)
 
     def _evict(self, space: Space, node: Node) -> None:
-        parent, start = node.parent, node.start
-        tokens, size = space.tree.tokens_of(node), resident_bytes([node])
-        self._reporter.emit(
-            lambda now: Evicted(
-                time=now,
-                entry=str(space.tree.name(node)),
-                namespace=space.name,
-                tokens=len(node),
-                bytes=size,
-            )
-        )
-        self._forgotten.add(space.name, tokens, start)
+        parent, size = node.parent, resident_bytes([node])
+        name = str(space.tree.name(node)) if self._reporter.is_heard else ""
+        self._forgotten.add(space.name, space.tree.tokens_of(node), node.start)
         space.tree.remove(node)
         self._holdings.vacate(node, parent)
         if self._writes is not None:
             self._writes.left(node)
         space.counts["evictions"] += 1
+        self._reporter.emit(
+            lambda now: Evicted(
+                time=now, entry=name, namespace=space.name, tokens=len(node), bytes=size
+            )
+        )
 
     def _prune(self, node: Node) -> None:
         """Remove a leaf that serves no length any more, and what that leaves useless above it."""

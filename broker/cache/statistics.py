@@ -10,8 +10,8 @@ class NamespaceStatistics(Struct, frozen=True, kw_only=True):
 
     `total_bytes` = extents + checkpoints: distinct bytes, however many entries run through them.
     `slack_bytes` of them belong to rows that no entry needs any more. `leased_bytes`,
-    `pinned_bytes` and `undurable_bytes` are those that could not be evicted now; one byte may count
-    in several.
+    `pinned_bytes` and `undurable_bytes` (not covered by the cold tier yet) are those that could not
+    be evicted now, with all that lies above them; one byte may count in several.
     """
 
     nodes: int = 0

@@ -35,6 +35,7 @@ from .rotating import RotatingCodec
 __all__ = [
     "Checkpoint",
     "clone",
+    "held_runs",
     "layout_of",
     "materialise",
     "seal",
@@ -79,15 +80,23 @@ def seal(caches: Sequence[Any], layout: Layout, start: int, stop: int) -> Extent
     layout.require(layout_of(caches))
     found = [_segments(cache) for cache in _flatten(caches)]
     wanted: Runs = ((start, stop),)
-    runs = []
-    for group in layout.groups:
-        held = wanted
-        for leaf, _ in group.members:
-            held = intersect_runs(held, coverage(found[leaf]))
+    runs = tuple(intersect_runs(wanted, held) for held in held_runs(caches, layout))
+    for group, held in zip(layout.groups, runs, strict=True):
         if held != wanted and not group.retention.window:
             raise CacheError(f"tokens {show_runs(wanted)} asked for, {show_runs(held)} held")
-        runs.append(held)
-    return pack(layout, start, stop, tuple(runs), found.__getitem__)
+    return pack(layout, start, stop, runs, found.__getitem__)
+
+
+def held_runs(caches: Sequence[Any], layout: Layout) -> tuple[Runs, ...]:
+    """The positions that the layers of each of `layout.groups` hold, all of them."""
+    found = [coverage(_segments(cache)) for cache in _flatten(caches)]
+    result = []
+    for group in layout.groups:
+        held = found[group.members[0][0]]
+        for leaf, _ in group.members[1:]:
+            held = intersect_runs(held, found[leaf])
+        result.append(held)
+    return tuple(result)
 
 
 def snapshot(caches: Sequence[Any], layout: Layout) -> Checkpoint | None:
