@@ -216,9 +216,9 @@ class ResponseStream:
 
 def parse_size(size: int | str) -> int:
     """Bytes of "2GiB", "512MB", "1.5 GB", or of a number. Raises `InvalidSetting`."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)\s*", str(size))
     unit = SIZE_UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or isinstance(size, bool):
+    if match is None or unit is None or isinstance(size, bool | float):
         raise InvalidSetting(
             f'{size!r} is not a size; give bytes, or text such as "2GiB" or "512MB"'
         )

@@ -1,0 +1,100 @@
+"""Samplers: each row's own settings and seed, randomness without state, errors kept."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.sample_utils import greedy_sampler
+
+from mlx_swarm.broker.engine.sampling import RowSampler, SeedSource, fold, mix, sampler_for
+from mlx_swarm.broker.request import Sampling
+
+VOCABULARY = 50
+
+
+def _logprobs(seed: int = 0) -> mx.array:
+    logits = mx.random.normal((1, VOCABULARY), key=mx.random.key(seed)) * 2
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def _draw(sampler: RowSampler, count: int) -> list[int]:
+    return [_id(sampler(_logprobs())) for _ in range(count)]
+
+
+def _id(token: mx.array) -> int:
+    return int(np.array(token).item())
+
+
+def _state() -> list[int]:
+    return [int(word) for word in np.array(mx.random.state[0])]  # type: ignore[index]
+
+
+def test_default_seeds_are_never_equal() -> None:
+    seeds = SeedSource(base=2**64 - 3)
+    assert len({seeds.next() for _ in range(2000)}) == 2000
+    assert SeedSource().next() != SeedSource().next()
+
+
+@given(st.integers(-(2**70), 2**70), st.integers(0, 1000))
+def test_every_token_of_every_seed_has_a_key_of_its_own(seed: int, index: int) -> None:
+    assert fold(seed, index) != fold(seed, index + 1)
+    assert 0 <= fold(seed, index) < 2**64
+    assert mix(seed % 2**64) != mix((seed + 1) % 2**64)
+
+
+def test_a_seed_fixes_the_sequence_wherever_it_is_continued() -> None:
+    sampling = Sampling(temperature=1.0)
+    whole = _draw(RowSampler(sampling, seed=7), 12)
+    assert _draw(RowSampler(sampling, seed=7), 5) == whole[:5]
+    assert _draw(RowSampler(sampling, seed=7, index=5), 7) == whole[5:]
+    assert _draw(RowSampler(sampling, seed=8), 12) != whole
+
+
+def test_mlx_s_own_random_state_neither_matters_nor_moves() -> None:
+    mx.random.seed(1)
+    before = _state()
+    first = _draw(RowSampler(Sampling(temperature=1.0, top_p=0.9, min_p=0.01), seed=3), 6)
+    assert _state() == before
+    mx.random.seed(2)
+    assert _draw(RowSampler(Sampling(temperature=1.0, top_p=0.9, min_p=0.01), seed=3), 6) == first
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.0, top_k=1),
+        Sampling(temperature=1.0, min_p=1.0),
+        Sampling(temperature=1.0, top_p=1e-6),
+        Sampling(temperature=1e-3),
+    ],
+)
+def test_each_filter_alone_can_leave_only_the_best(sampling: Sampling) -> None:
+    best = _id(mx.argmax(_logprobs()))
+    assert _draw(RowSampler(sampling, seed=1), 5) == [best] * 5
+
+
+def test_top_k_keeps_k_and_a_k_beyond_the_vocabulary_keeps_all() -> None:
+    best = set(np.argsort(-np.array(_logprobs()[0]))[:3])
+    assert set(_draw(RowSampler(Sampling(temperature=2.0, top_k=3), seed=1), 60)) == best
+    assert len(set(_draw(RowSampler(Sampling(temperature=2.0, top_k=10**9), seed=1), 60))) > 3
+
+
+def test_greedy_rows_share_one_sampler() -> None:
+    seeds = SeedSource()
+    assert sampler_for(Sampling(), seeds) is greedy_sampler
+    assert sampler_for(Sampling(temperature=1e-9), seeds) is greedy_sampler
+    own = sampler_for(Sampling(temperature=1.0, seed=5), seeds)
+    assert isinstance(own, RowSampler)
+    assert own.seed == 5
+
+
+def test_an_error_is_kept_and_the_greedy_token_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = RowSampler(Sampling(temperature=1.0), seed=1)
+
+    def broken(logprobs: mx.array, key: mx.array) -> mx.array:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(sampler, "_choose", broken)
+    assert _draw(sampler, 1) == [_id(mx.argmax(_logprobs()))]
+    assert str(sampler.error) == "broken"
