@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import mlx.nn as nn
@@ -12,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..errors import InvalidRequest
 from ..request import Message
 from .identity import ModelIdentity
+from .reasons import reason_of
 
 # What may follow instructions: a token that merges with any of these is not shared by all
 # conversations.
@@ -93,13 +95,19 @@ class LoadedModel:
         """The tokens that every conversation after this system message starts with."""
         found = self._shared_prefixes.pop(system.content, None)
         if found is None:
-            found = common_prefix(
-                [self._apply([system, Message("user", probe)], True) for probe in PROBES]
-            )
+            found = self._measured_prefix(system)
         self._shared_prefixes[system.content] = found
         if len(self._shared_prefixes) > KEPT_PREFIXES:
             self._shared_prefixes.pop(next(iter(self._shared_prefixes)))
         return found
+
+    def _measured_prefix(self, system: Message) -> list[int]:
+        rendered = []
+        for probe in PROBES:
+            # A template may refuse an empty turn, say; no conversation then has one.
+            with suppress(InvalidRequest):
+                rendered.append(self._apply([system, Message("user", probe)], True))
+        return common_prefix(rendered) if len(rendered) > 1 else []
 
     def _apply(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
         if not self.tokenizer.has_chat_template:
@@ -111,10 +119,10 @@ class LoadedModel:
             tokens = self.tokenizer.apply_chat_template(
                 turns, add_generation_prompt=add_generation_prompt
             )
-        except TemplateError as error:
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
             roles = ", ".join(message.role for message in messages)
             raise InvalidRequest(
-                f"the chat template of {self.name} refuses the roles {roles}: {error}"
+                f"the chat template of {self.name} refuses the roles {roles}: {reason_of(error)}"
             ) from error
         return list(tokens)
 

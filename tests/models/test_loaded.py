@@ -59,9 +59,19 @@ def test_a_template_that_refuses_the_system_role_says_so() -> None:
         "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     )
     assert model.render([Message("user", "Hello")]).tokens
-    with pytest.raises(InvalidRequest, match="refuses the roles system, user: no system") as error:
+    with pytest.raises(InvalidRequest, match=r"system, user: Temp.*: no sys") as error:
         model.render(conversation("Hello"))
     assert "\n" not in str(error.value)
+
+
+def test_a_template_that_refuses_some_texts_still_has_a_boundary() -> None:
+    model = load("synthetic:llama?layers=1&hidden=16&heads=1")
+    model.tokenizer.chat_template = (
+        "{% for message in messages %}{% if not message['content'] %}"
+        "{{ raise_exception('empty') }}{% endif %}{{ message['content'] }}|{% endfor %}"
+    )
+    rendered = model.render(conversation("Hello"))
+    assert model.tokenizer.decode(rendered.tokens[: rendered.boundaries[0]]) == "You are brief.\n|"
 
 
 def test_encode_adds_a_first_token_once() -> None:
