@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList, QuantizedKVCache, RotatingKVCache
 
+from mlx_swarm.broker.cache.kinds import materialise
 from mlx_swarm.broker.cache.lease import PromptLease
 from mlx_swarm.broker.cache.plan import Plan
 from mlx_swarm.broker.cache.prompt_cache import Stored
@@ -66,7 +67,7 @@ class LinearPromptCache:
             prompt[:length],
             list(template),
             namespace=namespace,
-            cold_tokens=0,
+            plan=Plan(prompt_tokens=len(tokens), ram_tokens=length),
             on_release=lambda lease: None,
         )
 
@@ -77,13 +78,13 @@ class LinearPromptCache:
         namespace: str = "",
         lease: PromptLease | None = None,
     ) -> Stored:
-        """Keep deep copies of stock mlx-lm caches."""
+        """Keep deep copies of everything the caches hold."""
         before = self._longest(_array(tokens), namespace)
-        entry = _Entry(_array(tokens), copy.deepcopy(list(caches)), contents(caches))
+        entry = _Entry(_array(tokens), materialise(caches), contents(caches))
         self._entries.setdefault(namespace, []).append(entry)
         if self.on_put is not None:
             self.on_put(namespace, entry.tokens)
-        return Stored(True, len(tokens) - before, 0)
+        return Stored(len(tokens) - before, 0)
 
     def peek_prefix_len(self, tokens: Sequence[int], namespace: str = "") -> int:
         """Tokens of the prompt that need not be computed."""

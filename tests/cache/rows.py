@@ -19,6 +19,8 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
+from mlx_swarm.broker.cache.clones import Clone
+
 HEADS, KEY_DIM, VALUE_DIM = 2, 8, 4
 QUANTIZED_DIM = 32
 WINDOW = 8
@@ -75,7 +77,7 @@ def build(family: str, tokens: Sequence[int], chunk: int = 5) -> list[Any]:
 
 
 def contents(caches: Sequence[Any]) -> list[Content]:
-    """What stock mlx-lm caches hold, flattened, in order of the tokens, as numpy arrays."""
+    """What caches hold, stock or clones, flattened, in order of the tokens, as numpy arrays."""
     return [_content(cache) for cache in _leaves(caches)]
 
 
@@ -135,6 +137,8 @@ def _dims(cache: Any) -> tuple[int, int]:
 def _content(cache: Any) -> Content:
     if isinstance(cache, ArraysCache):
         return State(tuple(None if slot is None else np.array(slot) for slot in cache.cache))
+    if isinstance(cache, Clone):
+        return _segments(cache)
     if cache.keys is None:
         return Rows(np.arange(0), ())
     if isinstance(cache, RotatingKVCache):
@@ -143,6 +147,14 @@ def _content(cache: Any) -> Content:
     planes = [*_planes(cache.keys), *_planes(cache.values)]
     held = cache.offset - first
     return Rows(np.arange(first, cache.offset), tuple(p[:, :held] for p in planes))
+
+
+def _segments(cache: Clone) -> Rows:
+    parts = cache.segments()
+    positions = [np.arange(part.start, part.stop) for part in parts]
+    planes = zip(*(part.planes for part in parts), strict=True)
+    joined = (np.concatenate([np.array(each)[0] for each in plane], axis=1) for plane in planes)
+    return Rows(np.concatenate(positions), tuple(joined))
 
 
 def _rotating(cache: RotatingKVCache) -> Rows:

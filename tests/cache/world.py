@@ -1,0 +1,275 @@
+"""A prompt cache beside the oracle, driven one random step at a time, compared after each."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_swarm.broker.cache.cold import ColdMatch
+from mlx_swarm.broker.cache.extents import Extent, ExtentRange
+from mlx_swarm.broker.cache.kinds import materialise
+from mlx_swarm.broker.cache.lease import PromptLease
+from mlx_swarm.broker.cache.prompt_cache import PromptCache
+from mlx_swarm.broker.errors import CacheError
+from mlx_swarm.broker.trace.events import Event, Evicted
+from tests.cache.fake_cold import FakeColdStore, OwnedSink, SyncSink
+from tests.cache.oracle import LinearPromptCache, Resident
+from tests.cache.rows import advance, build, contents, same
+
+
+class Clock:
+    """Time that passes when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Running(NamedTuple):
+    """A lease in use: its namespace, all tokens its caches hold by now, the caches."""
+
+    lease: PromptLease
+    namespace: str
+    tokens: list[int]
+    caches: list[Any]
+
+
+class World:
+    """One namespace for each cache family, one budget for all."""
+
+    def __init__(
+        self,
+        families: Sequence[str],
+        max_bytes: int,
+        cold: FakeColdStore | None = None,
+        sink: OwnedSink | SyncSink | None = None,
+    ) -> None:
+        self.clock = Clock()
+        self.cold = cold
+        self.sink = sink
+        self.cache = PromptCache(max_bytes, clock=self.clock, cold=cold, spill=sink, trace=self)
+        self.oracle = LinearPromptCache()
+        self.families = list(families)
+        self.running: list[Running] = []
+        self._gone = 0
+
+    def now(self) -> float:
+        """The world is the cache's trace."""
+        return self.clock.now
+
+    def emit(self, event: Event) -> None:
+        """Forget what is evicted when it is, not after the step: it may come back within it."""
+        if isinstance(event, Evicted):
+            self._forget_evicted(may_lose=True)
+
+    def put(self, family: str, tokens: Sequence[int], chunk: int = 5) -> None:
+        """Compute a sequence from nothing and store it."""
+        self._store(family, tokens, build(family, tokens, chunk))
+
+    def take(self, family: str, tokens: Sequence[int]) -> None:
+        """Take a prompt, compare length and bytes, keep the lease."""
+        plan, in_ram = self.cache.plan(tokens, family), self.oracle.usable(tokens, family)
+        assert plan.ram_tokens == in_ram, (family, tokens, plan, in_ram)
+        assert plan.reason is not None or plan.to_prefill == 1
+        match = self._cold_match(family, tokens) if plan.cold_tokens else None
+        lease = self.cache.take(tokens, family)
+        length = lease.length if lease is not None else 0
+        if match is not None:
+            self._restored(family, match)
+            in_ram = self.oracle.usable(tokens, family)
+        assert length == in_ram, (family, tokens, length, in_ram)
+        if lease is not None:
+            assert length == lease.ram_tokens + lease.cold_tokens
+            self._compare(family, tokens[:length], lease.caches)
+            self.running.append(Running(lease, family, list(tokens[:length]), lease.caches))
+        self.check()
+
+    def step(self, index: int, new_tokens: Sequence[int]) -> None:
+        """Decode on a clone; neither donors nor other clones may change."""
+        running = self.running[index]
+        before = self.checksum()
+        start = len(running.tokens)
+        running.tokens.extend(new_tokens)
+        advance(running.caches, running.tokens, start)
+        mx.eval([cache.state for cache in materialise(running.caches)])
+        self._compare(running.namespace, running.tokens, running.caches)
+        assert self.checksum() == before
+
+    def trim(self, index: int, count: int) -> None:
+        """Cut tokens off a clone's end, if all its layers can."""
+        running = self.running[index]
+        count = min(count, len(running.tokens) - 1)
+        if count < 1 or not all(_can_trim(cache) for cache in running.caches):
+            return
+        before = self.checksum()
+        for cache in running.caches:
+            assert cache.trim(count) == count
+        del running.tokens[len(running.tokens) - count :]
+        self._compare(running.namespace, running.tokens, running.caches)
+        assert self.checksum() == before
+
+    def put_running(self, index: int) -> None:
+        """Store what a clone holds by now."""
+        running = self.running[index]
+        lease = running.lease
+        fits = running.tokens[: lease.length] == lease.tokens.tolist()
+        self._store(running.namespace, running.tokens, running.caches, lease if fits else None)
+
+    def release(self, index: int) -> None:
+        """End a clone, twice."""
+        lease = self.running.pop(index).lease
+        lease.release()
+        lease.release()
+        self.check_cap()
+        self.check()
+
+    def pin(self, family: str, tokens: Sequence[int], ttl: float) -> None:
+        """Pin what is stored of a sequence, within the cap."""
+        try:
+            self.cache.pin(tokens, family, ttl)
+        except CacheError as error:
+            assert "pinned" in str(error)  # noqa: PT017
+        self.check()
+
+    def empty_sink(self) -> None:
+        """Dispose of what the sink was given, after a look at it."""
+        if isinstance(self.sink, OwnedSink):
+            for lease in self.sink.leases:
+                assert isinstance(lease, PromptLease)
+                self._compare(lease.namespace, lease.tokens.tolist(), lease.caches)
+                lease.release()
+            self.sink.leases.clear()
+        elif isinstance(self.sink, SyncSink):
+            for namespace, tokens, caches in self.sink.seen:
+                self._compare(namespace, tokens.tolist(), caches)
+            self.sink.seen.clear()
+
+    def clear(self, family: str | None) -> None:
+        """Forget a namespace, or all."""
+        self.cache.clear(family)
+        self.oracle.clear(family)
+        self.check()
+
+    def demote(self, idle: float) -> None:
+        """Demote idle leaves, finishing slow writes."""
+        self.cache.demote_idle(idle)
+        if self.cold is not None:
+            self.cold.finish()
+            self.cache.demote_idle(idle)
+        self.check()
+
+    def check(self) -> None:
+        """Everything that must hold between two steps."""
+        self.cache.check_integrity()
+        self._forget_evicted()
+        statistics = self.cache.statistics()
+        total = statistics.total
+        assert total.total_bytes == self.cache.total_bytes
+        assert statistics.leases >= len(self.running)
+        assert total.checkpoint_bytes <= self.cache.max_bytes
+
+    def check_cap(self) -> None:
+        """Only what may not be evicted now exceeds the budget."""
+        statistics = self.cache.statistics()
+        total = statistics.total
+        kept = total.leased_bytes + total.pinned_bytes + total.undurable_bytes
+        held = self.cache.total_bytes - statistics.departing_bytes
+        assert held <= max(self.cache.max_bytes, kept)
+
+    def finish(self) -> None:
+        """End everything: no lease and no byte may be left."""
+        while self.running:
+            self.release(0)
+        while self.cold is not None and self.cold.queue:
+            self.cold.finish()
+            self.cache.demote_idle(1e9)
+        self.empty_sink()
+        self.clear(None)
+        assert self.cache.total_bytes == 0
+        assert self.cache.statistics().leases == 0
+
+    def checksum(self) -> int:
+        """A number over every byte of KV that the cache holds."""
+        total = 0
+        for family in self.families:
+            for node in self.cache.tree(family).nodes():
+                if isinstance(node.span, ExtentRange):
+                    total ^= hash((node.start, _bytes(node.span.extent)))
+                if node.checkpoint is not None:
+                    total ^= hash(tuple(np.array(b).tobytes() for b in node.checkpoint.buffers))
+        return total
+
+    def _store(
+        self,
+        family: str,
+        tokens: Sequence[int],
+        caches: list[Any],
+        lease: PromptLease | None = None,
+    ) -> None:
+        stored = self.cache.put(tokens, caches, family, lease)
+        if stored.stored:
+            self.oracle.put(tokens, caches, family)
+        self.check_cap()
+        self.check()
+
+    def _cold_match(self, family: str, tokens: Sequence[int]) -> ColdMatch:
+        """What a plan wants restored."""
+        assert self.cold is not None
+        match = self.cold.find(np.array(tokens[:-1], dtype=np.uint32), family)
+        assert match is not None
+        assert match.length > self.oracle.usable(tokens, family)
+        return match
+
+    def _restored(self, family: str, match: ColdMatch) -> None:
+        """Tell the oracle what a restore brought, as far as it is still there."""
+        assert self.cold is not None
+        entry = self.cold.entries.get(match.name)
+        if entry is None:
+            assert match.name in self.cold.deleted
+            return
+        self.oracle.put(entry.tokens.tolist(), entry.caches, family)
+        self._forget_evicted(may_lose=True)
+
+    def _compare(self, family: str, tokens: Sequence[int], caches: list[Any]) -> None:
+        length = len(tokens)
+        found = contents(materialise(caches))
+        computed = contents(build(family, tokens))
+        assert all(same(a, b) for a, b in zip(found, computed, strict=True)), (family, length)
+        if self.oracle.usable([*tokens, 0], family) == length:
+            key = np.array(tokens, dtype=np.uint32)
+            known = self.oracle.layers(key, length, family)
+            assert all(same(a, b) for a, b in zip(found, known, strict=True)), (family, length)
+
+    def _forget_evicted(self, *, may_lose: bool = False) -> None:
+        lost = 0
+        for family in self.families:
+            lost += self.oracle.retain(family, resident(self.cache, family))
+        total = self.cache.statistics().total
+        gone = total.evictions + total.checkpoints_dropped
+        assert may_lose or not lost or gone > self._gone, f"{lost} tokens gone without an eviction"
+        if not may_lose:
+            self._gone = gone
+
+
+def resident(cache: PromptCache, namespace: str) -> list[Resident]:
+    """What a namespace holds, path by path."""
+    tree = cache.tree(namespace)
+    return [
+        Resident(
+            tree.tokens_of(leaf),
+            frozenset(node.stop for node in leaf.path() if node.checkpoint is not None),
+        )
+        for leaf in tree.nodes()
+        if not leaf.children
+    ]
+
+
+def _bytes(extent: Extent) -> tuple[bytes, ...]:
+    return tuple(np.array(buffer).tobytes() for buffer in extent.buffers)
+
+
+def _can_trim(cache: Any) -> bool:
+    return bool(cache.is_trimmable())
