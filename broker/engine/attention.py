@@ -49,15 +49,16 @@ def attend(
     mask: mx.array | str | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Attention of `[rows, heads, L, dim]` queries over the segments of a handle, in the queries'
-    dtype.
+    """Attention of `[rows, heads, L, dim]` queries over a handle's segments, in their dtype.
 
     One query: the segments are attended to where they lie and merged by log-sum-exp; nothing of
-    the prefix is copied. Several queries, quantised KV or a single segment: mlx-lm's own
-    function, over the segments joined for this layer only. `mask` covers the handle's tokens, in
-    order; "causal" aligns the last query with the last token.
+    the prefix is copied. Otherwise mlx-lm's own function, over the segments joined for this layer
+    only: several queries, quantised KV, a single segment, and float32 on a GPU, whose matrix
+    products round to TF32. `mask` covers the handle's tokens, in order; "causal" aligns the last
+    query with the last token.
     """
-    if handle.bits or queries.shape[2] > 1 or len(handle.segments) == 1:
+    rounds = queries.dtype == mx.float32 and mx.default_device().type == mx.DeviceType.gpu
+    if rounds or handle.bits or queries.shape[2] > 1 or len(handle.segments) == 1:
         return _attend_joined(queries, handle, scale, mask, sinks)
     partials = []
     first = 0

@@ -27,6 +27,9 @@ def partial_attention(
     `mask` is boolean (True is seen) or added to the logits, broadcast to `[rows, query heads, L,
     T]`. `out` is `[rows, query heads, L, value dim]`, `lse` `[rows, query heads, L, 1]`. A query
     that sees nothing of the piece gets about `NOTHING` as `lse`, and weighs nothing.
+
+    Matrix products of float32 run as TF32 on a GPU: exact for logits of 16-bit inputs, but about
+    1e-3 off for inputs of 32 bits.
     """
     rows, heads, length, dim = queries.shape
     kv_heads, tokens = keys.shape[1], keys.shape[2]
