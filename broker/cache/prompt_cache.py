@@ -258,14 +258,14 @@ class PromptCache:
         match = space.match(wanted, len(wanted))
         if not match.length:
             return 0
-        node = match.walk.node_at(match.length)
+        node = self._intake.boundary(space, match.walk, match.length)
         pinned = {*node.path()}.union(*(each.tree.pinned_nodes() for each in self._spaces.values()))
         size, limit = resident_bytes(pinned), self.max_bytes // PINNED_SHARE
         if size > limit:
             raise CacheError(
                 f"{format_bytes(size)} would be pinned; the limit is {format_bytes(limit)}"
             )
-        space.tree.pin(self._intake.boundary(space, match.walk, match.length), ttl)
+        space.tree.pin(node, ttl)
         return match.length
 
     def next_use(self, target: TokenSource | PromptLease, eta: float, namespace: str = "") -> None:

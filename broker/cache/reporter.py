@@ -10,11 +10,6 @@ class Trace(Protocol):
     """Where events go: a `Recorder`."""
 
     def now(self) -> float: ...
-    @property
-    def is_heard(self) -> bool:
-        """Whether somebody listens."""
-        return self._trace is not None
-
     def emit(self, event: Event) -> None: ...
 
 
