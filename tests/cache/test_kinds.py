@@ -234,6 +234,30 @@ def test_a_row_in_the_middle_of_a_padded_batch_is_refused() -> None:
         kinds.layout_of([cache])
 
 
+def test_rows_go_into_a_batch_and_come_back() -> None:
+    """Materialised clones merge into mlx-lm's batch caches; what is extracted can be sealed."""
+    texts = (TOKENS[:7], TOKENS[3:30])
+    pairs = [kinds.materialise(_build_all(MIXES["window"](), tokens)) for tokens in texts]
+    batch = [type(layer[0]).merge(list(layer)) for layer in zip(*pairs, strict=True)]
+    for row, tokens in enumerate(texts):
+        extracted = [cache.extract(row) for cache in batch]
+        layout = kinds.layout_of(extracted)
+        kinds.validate(extracted, layout, len(tokens))
+        span = kinds.seal(extracted, layout, 0, len(tokens)).whole()
+        again = kinds.materialise(kinds.clone(layout, [span], None, len(tokens)))
+        _same_contents(again, pairs[row])
+
+
+def test_values_of_no_width_take_no_bytes() -> None:
+    cache = KVCache()
+    cache.update_and_fetch(mx.ones((1, 1, 9, 16)), mx.zeros((1, 1, 9, 0)))
+    layout = kinds.layout_of([cache])
+    [clone] = kinds.clone(layout, [kinds.seal([cache], layout, 0, 9).whole()], None, 5)
+    clone.update_and_fetch(mx.ones((1, 1, 2, 16)), mx.zeros((1, 1, 2, 0)))
+    assert kinds.seal([clone], layout, 0, 7).nbytes == 7 * layout.bytes_per_token == 7 * 64
+    assert kinds.materialise([clone])[0].values.shape == (1, 1, 7, 0)
+
+
 def test_layouts_are_values() -> None:
     first, second = (kinds.layout_of(_build("nested twice", TOKENS, chunk)) for chunk in (3, 8))
     assert first == second
@@ -243,7 +267,10 @@ def test_layouts_are_values() -> None:
 
 
 def _build(mix: str, tokens: Sequence[int], chunk: int) -> list[Any]:
-    caches = MIXES[mix]()
+    return _build_all(MIXES[mix](), tokens, chunk)
+
+
+def _build_all(caches: list[Any], tokens: Sequence[int], chunk: int = 5) -> list[Any]:
     for start in range(0, len(tokens), chunk):
         for cache in caches:
             if isinstance(cache, ChunkedKVCache):
