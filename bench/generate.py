@@ -15,9 +15,11 @@ import anyio
 import numpy as np
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from mlx_lm.generate import BatchGenerator, stream_generate
+from msgspec.structs import replace
+from rich.console import Console
 
 from bench.rates import Arrival, decode_rate, job_rate, prefill_rate
-from bench.runner import Comparison, Report, compare, machine
+from bench.runner import Comparison, Report, compare, machine, table
 from mlx_swarm.broker.broker import Broker
 from mlx_swarm.broker.models import LoadedModel, load
 from mlx_swarm.broker.request import Delta, Request
@@ -122,14 +124,12 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     model = load(options.model, dtype=options.dtype)
     with brokered(options.model, model.dtype, options.ram) as broker:
         sides: dict[str, Side] = {"mlx-swarm": broker, "mlx-lm": MlxLm(model)}
-        comparisons = tuple(_comparisons(sides, int(model.config["vocab_size"]), options))
-    report = Report(
-        benchmark="bench.generate",
-        machine=machine(),
-        settings=vars(options) | {"dtype": model.dtype},
-        comparisons=comparisons,
-    )
-    report.print()
+        settings = vars(options) | {"dtype": model.dtype}
+        report = Report(benchmark="bench.generate", machine=machine(), settings=settings)
+        report.print(console := Console())
+        for comparison in _comparisons(sides, int(model.config["vocab_size"]), options):
+            console.print(table(comparison))
+            report = replace(report, comparisons=(*report.comparisons, comparison))
     if options.json:
         report.write(options.json)
     return report

@@ -81,16 +81,16 @@ class Report(Struct, frozen=True, kw_only=True):
     benchmark: str
     machine: Machine
     settings: dict[str, str | int | float | bool]
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[Comparison, ...] = ()
 
     def print(self, console: Console | None = None) -> None:
         """Show everything as tables."""
         console = console or Console()
-        settings = ", ".join(f"{name} {value}" for name, value in self.settings.items())
+        settings = ", ".join(f"{name} {value}" for name, value in self.settings.items() if value)
         console.print(f"[bold]{self.benchmark}[/] ({settings})", highlight=False)
         console.print(str(self.machine), highlight=False)
         for comparison in self.comparisons:
-            console.print(_table(comparison))
+            console.print(table(comparison))
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write everything as one JSON object."""
@@ -131,6 +131,22 @@ def compare(
         if contender != baseline
     ]
     return Comparison(name=name, unit=unit, figures=tuple(figures.values()), ratios=tuple(ratios))
+
+
+def table(comparison: Comparison) -> Table:
+    """A comparison as a table, to be printed while others are still measured."""
+    shown = Table(title=comparison.name, title_justify="left")
+    for heading in ("", f"median {comparison.unit}", "quartiles", "ratio", "range", "verdict"):
+        shown.add_column(heading, justify="right" if heading else "left")
+    ratios = {ratio.contender: ratio for ratio in comparison.ratios}
+    for figure in comparison.figures:
+        row = [figure.contender, f"{figure.median:.4g}", f"{figure.low:.4g} to {figure.high:.4g}"]
+        if ratio := ratios.get(figure.contender):
+            row += [f"{ratio.value:.3f}", f"{ratio.low:.3f} to {ratio.high:.3f}", ratio.verdict]
+        else:
+            row += ["1", "", "baseline"]
+        shown.add_row(*row)
+    return shown
 
 
 def machine() -> Machine:
@@ -180,21 +196,6 @@ def _ratio(figure: Figure, baseline: Figure, *, higher_is_better: bool) -> Ratio
         high=figure.high / baseline.low,
         verdict=verdict,
     )
-
-
-def _table(comparison: Comparison) -> Table:
-    table = Table(title=comparison.name, title_justify="left")
-    for heading in ("", f"median {comparison.unit}", "quartiles", "ratio", "range", "verdict"):
-        table.add_column(heading, justify="right" if heading else "left")
-    ratios = {ratio.contender: ratio for ratio in comparison.ratios}
-    for figure in comparison.figures:
-        row = [figure.contender, f"{figure.median:.4g}", f"{figure.low:.4g} to {figure.high:.4g}"]
-        if ratio := ratios.get(figure.contender):
-            row += [f"{ratio.value:.3f}", f"{ratio.low:.3f} to {ratio.high:.3f}", ratio.verdict]
-        else:
-            row += ["1", "", "baseline"]
-        table.add_row(*row)
-    return table
 
 
 def _device(kind: str) -> str:
