@@ -5,6 +5,7 @@ Children are found by their first token and compared token by token: no hash dec
 Nothing recurses; a path may have a hundred thousand nodes.
 """
 
+import math
 import time
 from bisect import insort
 from collections.abc import Callable, Iterator
@@ -198,16 +199,18 @@ class PrefixTree:
         *,
         state: NodeState = NodeState.PENDING,
         priority: int = 0,
+        walk: Walk | None = None,
     ) -> Insertion:
         """Make `tokens` an entry: split where it diverges, add one node for what is new.
 
         With a `span`, which must be exactly as long as what is new, the new node is resident;
         without, it gets `state`. Existing nodes keep theirs (fill cold ones with `attach`, top
-        down). Raises `CacheError`, changing nothing, for an empty sequence, a span of another
-        length, or a state that cannot be below what it diverges from.
+        down). `walk` saves walking again where nothing changed since. Raises `CacheError`,
+        changing nothing, for an empty sequence, a span of another length, or a state that cannot
+        be below what it diverges from.
         """
         wanted = as_tokens(tokens)
-        walk = self.walk(wanted)
+        walk = self.walk(wanted) if walk is None else walk
         above = walk.node_at(walk.length) if walk.length else self.root
         new = len(wanted) - walk.length
         state = state if span is None else NodeState.RESIDENT
@@ -398,7 +401,7 @@ class PrefixTree:
         parent.held_children += state in HELD
         self._nodes += 1
         above: Node | None = parent
-        while above is not None:
+        while above is not None and above.last_used < node.last_used:
             above.last_used = node.last_used
             above = above.parent
         self._changed(parent)
@@ -411,9 +414,12 @@ class PrefixTree:
         """The node's KV leaves RAM; its parent may be next, and takes over its hints."""
         parent = node.parent
         assert parent is not None
+        # That a sequence is needed no more says nothing about what others had a use for, too.
+        is_shared = parent.hits > node.hits + 1
         for due in node.hints or ():
-            parent.hints = parent.hints or []
-            insort(parent.hints, due)
+            if due < math.inf or not is_shared:
+                parent.hints = parent.hints or []
+                insort(parent.hints, due)
         node.hints = None
         parent.held_children -= 1
         node.state = NodeState.COLD
