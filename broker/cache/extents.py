@@ -74,9 +74,12 @@ class Extent:
         """Exact bytes of tokens [start, stop)."""
         if not self.buffers:
             return 0
+        if start == self.start and stop == self.stop:
+            return self.nbytes
+        within = ((start, stop),)
         return sum(
-            group.token_bytes * count_runs(intersect_runs(runs, ((start, stop),)))
-            for group, runs in zip(self.layout.groups, self.runs, strict=True)
+            size * count_runs(intersect_runs(runs, within))
+            for size, runs in zip(self.layout.group_bytes, self.runs, strict=True)
         )
 
     def segments(self, leaf: int, start: int, stop: int) -> list[Segment]:

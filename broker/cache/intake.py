@@ -275,6 +275,8 @@ def validated(
         row.validate(len(key))
     if space.layout is not None:
         space.layout.require(row.layout)
+        if isinstance(row, CacheRow):
+            row.layout = space.layout
     return row
 
 

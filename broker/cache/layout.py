@@ -7,7 +7,7 @@ checkpoints).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import mlx.core as mx
@@ -137,42 +137,47 @@ class ValidLength(NamedTuple):
     reason: MissReason | None
 
 
-class Layout(Struct, frozen=True):
+class Layout(Struct, frozen=True, dict=True):
     """The caches of one namespace, one node a cache object; fewer caches than layers is fine."""
 
     nodes: tuple[LayoutNode, ...]
 
-    @property
+    @cached_property
     def leaves(self) -> tuple[Leaf, ...]:
         """All leaves, depth first."""
-        return _leaves(self)
+        return tuple(flatten(self.nodes))
 
-    @property
+    @cached_property
     def groups(self) -> tuple[Group, ...]:
         """The buffers of an extent, in order; empty for a model that has state only."""
-        return _groups(self)
+        return _groups(self.leaves)
 
-    @property
+    @cached_property
     def state_groups(self) -> tuple[StateGroup, ...]:
         """The buffers of a checkpoint, in order; empty for a model that has KV only."""
-        return _state_groups(self)
+        return _state_groups(self.leaves)
 
-    @property
+    @cached_property
     def has_state(self) -> bool:
         """Whether lengths are usable only where a checkpoint is."""
         return any(isinstance(leaf, StateLeaf) for leaf in self.leaves)
 
-    @property
+    @cached_property
     def has_windows(self) -> bool:
         """Whether some layers need only their last tokens."""
         return any(group.retention.window for group in self.groups)
 
-    @property
+    @cached_property
+    def group_bytes(self) -> tuple[int, ...]:
+        """Exact bytes of one token in each of `groups`."""
+        return tuple(group.token_bytes for group in self.groups)
+
+    @cached_property
     def bytes_per_token(self) -> int:
         """Exact bytes of one token that all layers hold."""
-        return sum(group.token_bytes for group in self.groups)
+        return sum(self.group_bytes)
 
-    @property
+    @cached_property
     def state_bytes(self) -> int:
         """Exact bytes of one checkpoint."""
         return sum(group.slot.nbytes * len(group.members) for group in self.state_groups)
@@ -259,25 +264,18 @@ def flatten(nodes: Iterable[LayoutNode]) -> Iterator[Leaf]:
             yield node
 
 
-@lru_cache(maxsize=256)
-def _leaves(layout: Layout) -> tuple[Leaf, ...]:
-    return tuple(flatten(layout.nodes))
-
-
-@lru_cache(maxsize=256)
-def _groups(layout: Layout) -> tuple[Group, ...]:
+def _groups(leaves: Iterable[Leaf]) -> tuple[Group, ...]:
     members: dict[tuple[Retention, Plane], list[tuple[int, int]]] = {}
-    for index, leaf in enumerate(layout.leaves):
+    for index, leaf in enumerate(leaves):
         if isinstance(leaf, TokenLeaf):
             for row, plane in enumerate(leaf.planes):
                 members.setdefault((leaf.retention, plane), []).append((index, row))
     return tuple(Group(*key, tuple(rows)) for key, rows in members.items())
 
 
-@lru_cache(maxsize=256)
-def _state_groups(layout: Layout) -> tuple[StateGroup, ...]:
+def _state_groups(leaves: Iterable[Leaf]) -> tuple[StateGroup, ...]:
     members: dict[Slot, list[tuple[int, int]]] = {}
-    for index, leaf in enumerate(layout.leaves):
+    for index, leaf in enumerate(leaves):
         if isinstance(leaf, StateLeaf):
             for row, slot in enumerate(leaf.slots):
                 if slot is not None:

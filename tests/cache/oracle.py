@@ -27,6 +27,13 @@ class Resident(NamedTuple):
     checkpoints: frozenset[int]
 
 
+class Lost(NamedTuple):
+    """Tokens, and states at the end of entries, summed over entries."""
+
+    tokens: int
+    states: int
+
+
 class _Entry:
     """One `put`: its tokens, deep copies of every layer, how many tokens are still held."""
 
@@ -99,19 +106,20 @@ class LinearPromptCache:
         for name in [namespace] if namespace is not None else list(self._entries):
             self._entries.pop(name, None)
 
-    def retain(self, namespace: str, resident: Iterable[Resident]) -> int:
-        """Forget all that is in none of the resident paths; returns the tokens so lost."""
-        paths, lost = list(resident), 0
+    def retain(self, namespace: str, resident: Iterable[Resident]) -> Lost:
+        """Forget all that is in none of the resident paths; returns what was lost by that."""
+        paths, tokens, states = list(resident), 0, 0
         for entry in self._entries.get(namespace, []):
             shared = [(_common(entry.tokens, path.tokens), path) for path in paths]
             held = min(entry.held, max((length for length, _ in shared), default=0))
             size = len(entry.tokens)
             state = any(n == size and size in path.checkpoints for n, path in shared)
-            lost += entry.held - held
+            tokens += entry.held - held
+            states += entry.has_state and not state
             entry.held, entry.has_state = held, entry.has_state and state
         kept = [entry for entry in self._entries.get(namespace, []) if entry.held]
         self._entries[namespace] = kept
-        return lost
+        return Lost(tokens, states)
 
     def usable(self, tokens: Sequence[int], namespace: str = "") -> int:
         """The greatest length below len(tokens) at which every layer is known."""

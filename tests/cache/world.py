@@ -14,7 +14,7 @@ from mlx_swarm.broker.cache.prompt_cache import PromptCache
 from mlx_swarm.broker.errors import CacheError
 from mlx_swarm.broker.trace.events import Event, Evicted
 from tests.cache.fake_cold import FakeColdStore, OwnedSink, SyncSink
-from tests.cache.oracle import LinearPromptCache, Resident
+from tests.cache.oracle import LinearPromptCache, Lost, Resident
 from tests.cache.rows import advance, build, contents, same
 
 
@@ -54,7 +54,7 @@ class World:
         self.oracle = LinearPromptCache()
         self.families = list(families)
         self.running: list[Running] = []
-        self._gone = 0
+        self._dropped = 0
 
     def now(self) -> float:
         """The world is the cache's trace."""
@@ -63,7 +63,7 @@ class World:
     def emit(self, event: Event) -> None:
         """Forget what is evicted when it is, not after the step: it may come back within it."""
         if isinstance(event, Evicted):
-            self._forget_evicted(may_lose=True)
+            self._forget_evicted()
 
     def put(self, family: str, tokens: Sequence[int], chunk: int = 5) -> None:
         """Compute a sequence from nothing and store it."""
@@ -164,20 +164,23 @@ class World:
     def check(self) -> None:
         """Everything that must hold between two steps."""
         self.cache.check_integrity()
-        self._forget_evicted()
-        statistics = self.cache.statistics()
-        total = statistics.total
-        assert total.total_bytes == self.cache.total_bytes
-        assert statistics.leases >= len(self.running)
-        assert total.checkpoint_bytes <= self.cache.max_bytes
+        lost = self._forget_evicted()
+        assert not lost.tokens, lost
+        if lost.states:
+            total = self.cache.statistics().total
+            assert total.checkpoints_dropped > self._dropped, lost
+            self._dropped = total.checkpoints_dropped
 
     def check_cap(self) -> None:
-        """Only what may not be evicted now exceeds the budget."""
+        """Only what may not be evicted now exceeds the budget; the figures agree."""
         statistics = self.cache.statistics()
         total = statistics.total
         kept = total.leased_bytes + total.pinned_bytes + total.undurable_bytes
         held = self.cache.total_bytes - statistics.departing_bytes
         assert held <= max(self.cache.max_bytes, kept)
+        assert total.total_bytes == self.cache.total_bytes
+        assert total.checkpoint_bytes <= self.cache.max_bytes
+        assert statistics.leases >= len(self.running)
 
     def finish(self) -> None:
         """End everything: no lease and no byte may be left."""
@@ -231,7 +234,7 @@ class World:
             assert match.name in self.cold.deleted
             return
         self.oracle.put(entry.tokens.tolist(), entry.caches, family)
-        self._forget_evicted(may_lose=True)
+        self._forget_evicted()
 
     def _compare(self, family: str, tokens: Sequence[int], caches: list[Any]) -> None:
         length = len(tokens)
@@ -243,15 +246,14 @@ class World:
             known = self.oracle.layers(key, length, family)
             assert all(same(a, b) for a, b in zip(found, known, strict=True)), (family, length)
 
-    def _forget_evicted(self, *, may_lose: bool = False) -> None:
-        lost = 0
+    def _forget_evicted(self) -> Lost:
+        """Tell the oracle what is left; what it had to forget."""
+        lost = Lost(0, 0)
         for family in self.families:
-            lost += self.oracle.retain(family, resident(self.cache, family))
-        total = self.cache.statistics().total
-        gone = total.evictions + total.checkpoints_dropped
-        assert may_lose or not lost or gone > self._gone, f"{lost} tokens gone without an eviction"
-        if not may_lose:
-            self._gone = gone
+            tokens, states = self.oracle.retain(family, resident(self.cache, family))
+            is_stateful = family in ("state", "state_only", "nested")
+            lost = Lost(lost.tokens + tokens, lost.states + (states if is_stateful else 0))
+        return lost
 
 
 def resident(cache: PromptCache, namespace: str) -> list[Resident]:
