@@ -28,7 +28,8 @@ class Message(Struct, frozen=True):
 class Sampling(Struct, frozen=True, kw_only=True):
     """How the next token is chosen. Temperature 0 is greedy; the other fields then have no effect.
 
-    `seed` fixes the whole sequence whatever else runs beside it; without one, each request draws its own.
+    `seed` fixes the whole sequence whatever else runs beside it; without one, each request draws
+    its own.
     """
 
     temperature: float = 0.0
@@ -49,10 +50,10 @@ class Sampling(Struct, frozen=True, kw_only=True):
 class Request(Struct, frozen=True, kw_only=True):
     """One prompt to be continued.
 
-    `boundaries` marks prompt lengths in tokens up to which other requests are likely to agree (the end of
-    the instructions, say); with `messages` the end of the leading system message is marked for you.
-    `tenant` separates caches; `agent` and `swarm` name the lane in traces. `cache=False` neither reads nor
-    writes the prompt cache.
+    `boundaries` marks prompt lengths in tokens up to which other requests are likely to agree (the
+    end of the instructions, say); with `messages` the end of the leading system message is marked
+    for you. `tenant` separates caches; `agent` and `swarm` name the lane in traces. `cache=False`
+    neither reads nor writes the prompt cache.
     """
 
     messages: Sequence[Message] = ()
@@ -75,9 +76,12 @@ class Request(Struct, frozen=True, kw_only=True):
             raise InvalidRequest(f"give one of messages, text or tokens; got {found}")
         if self.max_tokens < 1:
             raise InvalidRequest(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        if isinstance(self.stop, str):
+            raise InvalidRequest(f"stop is the text {self.stop!r}; it must be a list of strings")
         if len(self.stop) > MAX_STOPS or "" in self.stop:
             raise InvalidRequest(
-                f"{len(self.stop)} stop strings given; up to {MAX_STOPS} are taken, none of them empty"
+                f"{len(self.stop)} stop strings given; up to {MAX_STOPS} are taken, none of them "
+                "empty"
             )
         self.sampling.validate()
 
@@ -85,8 +89,8 @@ class Request(Struct, frozen=True, kw_only=True):
 class Usage(Struct, frozen=True, kw_only=True):
     """What requests cost, in tokens and seconds; usages add up.
 
-    prompt_tokens = ram_tokens + cold_tokens + prefilled_tokens. Seconds are summed over requests, so for
-    several that ran side by side they exceed the wall time.
+    prompt_tokens = ram_tokens + cold_tokens + prefilled_tokens. Seconds are summed over requests,
+    so for several that ran side by side they exceed the wall time.
     """
 
     requests: int = 0

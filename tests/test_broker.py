@@ -196,6 +196,9 @@ async def test_generation_ends_where_the_context_does() -> None:
         ({"text": "also"}, InvalidRequest, "tokens"),
         ({"max_tokens": 0}, InvalidRequest, "max_tokens is 0"),
         ({"stop": [""]}, InvalidRequest, "stop strings"),
+        ({"stop": "END"}, InvalidRequest, "must be a list of strings"),
+        ({"boundaries": ["a"]}, InvalidRequest, "must be integers"),
+        ({"boundaries": [-3]}, InvalidRequest, "-3 is outside"),
         ({"sampling": Sampling(temperature=float("nan"))}, InvalidRequest, "temperature is nan"),
     ],
 )
@@ -306,7 +309,9 @@ def test_sizes(size: int | str, expected: int) -> None:
     assert parse_size(size) == expected
 
 
-@pytest.mark.parametrize("size", ["", "2 GiBB", "lots", "-1", -1, "1e9", "nan", "9" * 400, True, 1.5])
+@pytest.mark.parametrize(
+    "size", ["", "2 GiBB", "lots", "-1", -1, "1e9", "nan", "9" * 400, True, 1.5]
+)
 def test_sizes_that_are_none(size: Any) -> None:
     with pytest.raises(InvalidSetting, match="is not a size"):
         Broker("any", ram=size)

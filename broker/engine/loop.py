@@ -5,6 +5,7 @@ that fails ends the rows of that step; the loop goes on.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -120,7 +121,8 @@ class EngineLoop:
         """Fail what is open as closed, release every lease, end the lane."""
         self._guard.check()
         for row in list(self._rows.values()):
-            self._fail(row, BrokerClosed(f"the broker was closed while {row.id} was open"))
+            with suppress(Exception):  # the reader is told first of all
+                self._fail(row, BrokerClosed(f"the broker was closed while {row.id} was open"))
         self.lane.close()
         self.cache.clear()
 
@@ -237,11 +239,11 @@ class EngineLoop:
 
     def _fail(self, row: Row, error: Exception) -> None:
         """The one way out for a request that failed."""
-        self.lane.discard(row)
-        self._retire(row)
         failure = _as_swarm_error(error, "failed", row.id)
         self._emit(events.Failed, request=row.id, error=f"{type(failure).__name__}: {failure}")
         row.mailbox.fail(failure)
+        self._retire(row)
+        self.lane.discard(row)
 
     def _retire(self, row: Row) -> None:
         del self._rows[row.id]

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -111,7 +112,8 @@ class EngineThread(Generic[WorkerType]):
         self._commands.put(None)
         with anyio.CancelScope(shield=True):
             await self._exited.wait()
-        self._thread.join()
+            self._thread.join()
+            await _left_system(self._thread)
 
     def _main(self) -> None:
         try:
@@ -160,6 +162,17 @@ class EngineThread(Generic[WorkerType]):
             self._courier.flush()
         except LoopGone:
             pass
+
+
+async def _left_system(thread: threading.Thread) -> None:
+    """Wait until a joined thread is gone for Linux too; elsewhere there is no need to.
+
+    MLX frees Python objects in destructors that run after the join. If the interpreter is ending
+    by then, CPython ends the thread in the middle of C++ code, which aborts the process.
+    """
+    task = Path(f"/proc/self/task/{thread.native_id}")
+    while task.exists():  # noqa: ASYNC110, ASYNC240 - nothing else can tell, and it is no disk
+        await anyio.sleep(0.001)
 
 
 def _ignore(error: BaseException) -> None:

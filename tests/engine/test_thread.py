@@ -1,5 +1,7 @@
 """The thread that owns MLX, and the way back from it, on asyncio and trio."""
 
+import os
+import sys
 import threading
 import time
 
@@ -75,6 +77,8 @@ async def test_closing_closes_the_worker_joins_the_thread_and_refuses_more() -> 
     await thread.aclose()
     await thread.aclose()
     assert worker.closed
+    if sys.platform == "linux":
+        assert str(thread._thread.native_id) not in os.listdir("/proc/self/task")
     assert "closing" not in [each.name for each in threading.enumerate()]
     with pytest.raises(BrokerClosed):
         await thread.call(lambda worker: None)
