@@ -22,7 +22,10 @@ from bench.rates import Arrival, decode_rate, job_rate, prefill_rate
 from bench.runner import Comparison, Report, compare, machine, table
 from mlx_swarm.broker.broker import Broker
 from mlx_swarm.broker.models import LoadedModel, load
-from mlx_swarm.broker.request import Delta, Request
+from mlx_swarm.broker.request import Delta, Request, Started
+
+# Random prompts may begin alike.
+CHANCE = 4
 
 Prompt = list[int]
 Rate = Callable[[Sequence[Arrival]], float]
@@ -83,6 +86,8 @@ class Brokered:
             request = Request(tokens=prompt, max_tokens=max_tokens)
             async with self._broker.stream(request) as response:
                 async for event in response:
+                    if isinstance(event, Started) and event.ram_tokens > CHANCE:
+                        raise ValueError(f"{event.ram_tokens} prompt tokens came from the cache")
                     if isinstance(event, Delta):
                         seconds = time.perf_counter() - start
                         arrivals.append(Arrival(row, seconds, len(event.tokens)))
@@ -139,15 +144,16 @@ def _comparisons(
     sides: dict[str, Side], vocabulary: int, options: argparse.Namespace
 ) -> Iterator[Comparison]:
     length, output, rows = options.prompt_tokens, options.output_tokens, options.rows
+    # One supply a side for the whole benchmark: a prompt that came before would be cached.
+    supplies = {label: Prompts(vocabulary, length) for label in sides}
 
     def compared(name: str, count: int, max_tokens: int, rate: Rate) -> Comparison:
-        def contender(side: Side) -> Callable[[], float]:
-            prompts = Prompts(vocabulary, length)
-            return lambda: rate(side.run(prompts.take(count), max_tokens))
+        def contender(label: str) -> Callable[[], float]:
+            return lambda: rate(sides[label].run(supplies[label].take(count), max_tokens))
 
         return compare(
             name,
-            {label: contender(side) for label, side in sides.items()},
+            {label: contender(label) for label in sides},
             unit="tok/s",
             higher_is_better=True,
             warmup=options.warmup,
