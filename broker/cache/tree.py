@@ -9,7 +9,7 @@ import math
 import time
 from bisect import insort
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -122,6 +122,7 @@ class PrefixTree:
     def walk(self, tokens: TokenSource) -> Walk:
         """Follow `tokens` from the root as far as any stored sequence agrees. Changes nothing."""
         wanted = as_tokens(tokens)
+        data = wanted.tobytes()
         path: list[Node] = []
         node, at, total = self.root, 0, len(wanted)
         while at < total:
@@ -129,11 +130,12 @@ class PrefixTree:
             if child is None:
                 return Walk(path, at, _divergence_among(node, wanted, at))
             path.append(child)
-            common = common_prefix_length(child.tokens, wanted[at:])
-            at += common
-            if common < len(child):
+            # One comparison in C for a whole edge; where it fails, look for the place.
+            edge: Any = child.tokens
+            if not data.startswith(edge, 4 * at):
+                at += common_prefix_length(child.tokens, wanted[at:])
                 return Walk(path, at, _divergence_inside(child, wanted, at))
-            node = child
+            node, at = child, child.stop
         return Walk(path, at, None)
 
     def find(self, tokens: TokenSource) -> Node | None:
