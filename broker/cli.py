@@ -65,7 +65,10 @@ def demo(
         str, typer.Option(help="A Hub id, a folder, a .gguf file, or smollm2-135m.")
     ] = "smollm2-135m",
     max_tokens: Annotated[
-        int | None, typer.Option(help="The most tokens that an agent writes.", show_default="64")
+        int | None,
+        typer.Option(
+            help="The most tokens that an agent writes.", show_default="48; 32 on a slow CPU"
+        ),
     ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Run a second time without sharing, and compare.")

@@ -20,7 +20,7 @@ from .report import Run, read_run
 from .tables import print_comparison, print_run
 from .texts import handbook, tasks_for
 
-MAX_TOKENS = 64
+MAX_TOKENS = 48
 MAX_TOKENS_SLOW = 32
 
 
@@ -92,9 +92,9 @@ class Demo:
                 async for event in events:
                     display.show(event)
             texts = {agent.name: await agent for agent in agents}
-        shared_tokens = await self._instruction_tokens() if sharing else 0
-        run = read_run(self._broker.recorder.events(), name, shared_tokens, texts)
-        print_run(self._output, run)
+        common = await self._instruction_tokens()
+        run = read_run(self._broker.recorder.events(), name, common, texts)
+        print_run(self._output, run, "shared" if sharing else "not shared")
         return run
 
     async def _instruction_tokens(self) -> int:

@@ -6,9 +6,9 @@ from rich.table import Table
 from .report import Run
 
 
-def print_run(console: Console, run: Run) -> None:
+def print_run(console: Console, run: Run, title: str) -> None:
     """One row an agent, the totals, and a sentence that says what sharing did."""
-    table = Table(show_footer=True, footer_style="bold")
+    table = Table(title=title, show_footer=True, footer_style="bold")
     prompt = run.total(lambda a: a.prompt_tokens)
     cached = run.total(lambda a: a.cached_tokens)
     prefilled = run.total(lambda a: a.prefilled_tokens)
@@ -32,9 +32,8 @@ def print_run(console: Console, run: Run) -> None:
         )
     console.print(table)
     console.print(
-        f"{len(run.agents)} agents share {run.shared_prefix_tokens:,} tokens of instructions: "
-        f"{prefilled:,} of {prompt:,} prompt tokens were computed, {cached:,} came from the cache; "
-        f"{run.seconds:.1f} s.",
+        f"{run.shared_prefix_tokens:,} tokens of instructions in common, {prompt:,} prompt tokens in "
+        f"all: {prefilled:,} computed, {cached:,} from the cache; {run.seconds:.1f} s.",
         highlight=False,
     )
 

@@ -21,18 +21,18 @@ TASKS = (
     Task(
         "friendly",
         "Make it friendly\n"
-        "Text: Anna, the slides are still missing. I need them by Thursday at 3 pm.",
+        "Text: Anna, the slides are still missing. I need them by Thursday at 3 pm.\nReply:",
     ),
     Task(
         "professional",
         "Make it professional\n"
-        "Text: Hey, you guys STILL haven't paid the 480 euros. It's been 6 weeks!",
+        "Text: Hey, you guys STILL haven't paid the 480 euros. It's been 6 weeks!\nReply:",
     ),
     Task(
         "shorter",
         "Make it shorter\n"
         "Text: I just wanted to quickly let you know that, due to the fact that the train was"
-        " cancelled, I will not be able to be at the office before 11 today.",
+        " cancelled, I will not be able to be at the office before 11 today.\nReply:",
     ),
     Task(
         "subject",
