@@ -112,7 +112,6 @@ class Broker:
         thread, self._thread = self._thread, None
         if thread is not None:
             await thread.aclose()
-            self.recorder.close()
 
     async def __aenter__(self) -> Self:
         if self._thread is not None:

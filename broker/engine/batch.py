@@ -14,7 +14,7 @@ from ..affinity import ThreadGuard
 from ..cache.kinds import materialise
 from ..cache.prefix_hash import Tokens
 from ..cache.prompt_cache import PromptCache
-from ..errors import CacheError, EngineFailed
+from ..errors import EngineFailed, SwarmError
 from ..models import LoadedModel
 from .row import Row
 from .self_test import self_test
@@ -154,7 +154,7 @@ class BatchLane:
             return False
         try:
             return self._cache.put(tokens, caches, row.namespace, row.lease).stored
-        except CacheError:
+        except SwarmError:
             return False
 
     def _forget(self, row: Row) -> None:

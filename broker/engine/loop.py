@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
+from mlx_lm.models.cache import can_trim_prompt_cache
 from msgspec import Struct
 
 from ..affinity import ThreadGuard
@@ -57,6 +58,7 @@ class EngineLoop:
             self.cache.peek_prefix_len,
             max_rows=settings.max_rows,
             prefill_chunk=settings.prefill_chunk,
+            exact_stops=not can_trim_prompt_cache(model.make_caches()),
         )
         self._rows: dict[RequestId, Row] = {}
         self._usage = Usage()
@@ -118,13 +120,16 @@ class EngineLoop:
             return True
 
     def close(self) -> None:
-        """Fail what is open as closed, release every lease, end the lane."""
+        """Fail what is open as closed, release every lease, end the lane and the trace."""
         self._guard.check()
         for row in list(self._rows.values()):
             with suppress(Exception):  # the reader is told first of all
                 self._fail(row, BrokerClosed(f"the broker was closed while {row.id} was open"))
-        self.lane.close()
-        self.cache.clear()
+        try:
+            self.lane.close()
+            self.cache.clear()
+        finally:
+            self._recorder.close()
 
     def _turn(self) -> bool:
         match self.scheduler.next():

@@ -109,7 +109,8 @@ class _Entry:
 class Scheduler:
     """Decides on the next piece of work; told what became of it.
 
-    `known(tokens, namespace)` is how many tokens of a prompt memory has now.
+    `known(tokens, namespace)` is how many tokens of a prompt memory has now. With `exact_stops`
+    (models whose state serves one length only) no stop is left out for a later one nearby.
     """
 
     def __init__(
@@ -119,12 +120,13 @@ class Scheduler:
         max_rows: int,
         prefill_chunk: int,
         minimum_shared: int = MINIMUM_SHARED_TOKENS,
+        exact_stops: bool = False,
     ) -> None:
         self._known = known
         self._max_rows = max_rows
         self._prefill_chunk = prefill_chunk
         self._minimum_shared = max(minimum_shared, 1)
-        self._reach = self._minimum_shared - 1
+        self._reach = 0 if exact_stops else self._minimum_shared - 1
         self._entries: dict[RequestId, _Entry] = {}
         # Both in order of arrival or admission: dicts for their cheap removal.
         self._pending: dict[_Entry, None] = {}

@@ -134,6 +134,8 @@ class EngineThread(Generic[WorkerType]):
             self._courier.flush()
             busy = False
             while self._run_commands(worker, wait=not busy):
+                # Replies do not wait for the turn.
+                self._courier.flush()
                 busy = worker.turn()
                 self._courier.flush()
         finally:

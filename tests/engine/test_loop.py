@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -19,6 +20,7 @@ from mlx_swarm.broker import (
     Request,
     ResponseStream,
     Sampling,
+    SwarmError,
 )
 from mlx_swarm.broker.engine.loop import EngineLoop
 from mlx_swarm.broker.engine.row import Row
@@ -217,6 +219,22 @@ async def test_a_prefill_that_fails_ends_that_row_and_a_follower_takes_over() ->
         assert result.tokens == expected[agent]
 
 
+@pytest.mark.parametrize("error", [CacheError, OutOfMemory])
+async def test_a_put_that_is_refused_costs_the_hit_and_nothing_else(
+    error: type[SwarmError],
+) -> None:
+    def refuse(*arguments: Any) -> Any:
+        raise error("no")
+
+    async with tiny() as broker:
+        expected = [(await broker.complete(request(agent))).tokens for agent in range(3)]
+        await inside(broker, lambda engine: engine.cache.clear())
+        await inside(broker, lambda engine: setattr(engine.cache, "put", refuse))
+        found = await outcomes(broker, *(request(agent) for agent in range(3)))
+        await check_idle(broker)
+    assert [found[agent].tokens for agent in range(3)] == expected  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("part", ["open", "store", "join"])
 async def test_whatever_fails_for_one_row_ends_that_row_alone(part: str) -> None:
     async with tiny() as broker:
@@ -245,19 +263,6 @@ def _fail_for(engine: EngineLoop, part: str, agent: str, after: int = 0) -> None
         return original(row, *arguments)
 
     setattr(engine.lane, part, failing)
-
-
-async def test_a_cache_that_refuses_costs_the_hit_and_nothing_else() -> None:
-    def refuse(*arguments: Any) -> Any:
-        raise CacheError("no")
-
-    async with tiny() as broker:
-        expected = [(await broker.complete(request(agent))).tokens for agent in range(3)]
-    async with tiny() as broker:
-        await inside(broker, lambda engine: setattr(engine.cache, "put", refuse))
-        found = await outcomes(broker, *(request(agent) for agent in range(3)))
-        await check_idle(broker)
-    assert [found[agent].tokens for agent in range(3)] == expected  # type: ignore[union-attr]
 
 
 async def test_a_cache_without_room_serves_all_the_same() -> None:
@@ -364,11 +369,9 @@ async def test_closing_fails_what_is_open_and_leaves_no_thread() -> None:
     assert not [each for each in threading.enumerate() if each.name.startswith("mlx-swarm")]
 
 
-async def test_cancelling_the_start_ends_the_loading() -> None:
-    loading = threading.Event()
-
+async def test_cancelling_the_start_ends_the_loading(tmp_path: Path) -> None:
     async def enter() -> None:
-        async with tiny(progress=lambda progress: loading.set()):
+        async with tiny(trace=tmp_path / "trace.jsonl"):
             await anyio.sleep_forever()
 
     async with anyio.create_task_group() as group:
