@@ -86,7 +86,8 @@ class Room:
         return self._fits(target + allowance, needed, 0)
 
     def tidy(self) -> None:
-        """Compact once more than a share of what extents hold is dead."""
+        """After a put: hold the cap; compact once more than a share of the extents is dead."""
+        self.make()
         holdings = self._holdings
         if holdings.reclaimable_bytes > holdings.extent_bytes // SLACK_SHARE:
             holdings.compact_until(
