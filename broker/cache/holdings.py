@@ -23,6 +23,8 @@ class Holdings:
     def __init__(self, ledger: Ledger | None = None) -> None:
         self.extent_bytes = 0
         self.checkpoint_bytes = 0
+        self.reclaimable_bytes = 0
+        """Slack that compaction can give back now: that of extents which no clone reads."""
         self.checkpoints: OrderedDict[Node, int] = OrderedDict()
         """Nodes with a checkpoint and its bytes, least recently used first."""
         self._ledger = ledger
@@ -41,11 +43,6 @@ class Holdings:
     def slack_bytes(self) -> int:
         """Bytes of extents that no node and no lease needs."""
         return sum(self._slack.values())
-
-    @property
-    def reclaimable_bytes(self) -> int:
-        """Slack that compaction can give back now: that of extents which no clone reads."""
-        return sum(n for extent, n in self._slack.items() if extent not in self._leased)
 
     @property
     def allowed_bytes(self) -> int:
@@ -90,6 +87,8 @@ class Holdings:
 
     def lend(self, span: ExtentRange) -> ExtentRange:
         """Another reference for a clone, which keeps the extent where it is."""
+        if span.extent not in self._leased:
+            self.reclaimable_bytes -= self.slack_of(span.extent)
         self._leased[span.extent] = self._leased.get(span.extent, 0) + 1
         return span.retain()
 
@@ -98,6 +97,7 @@ class Holdings:
         self._leased[span.extent] -= 1
         if not self._leased[span.extent]:
             del self._leased[span.extent]
+            self.reclaimable_bytes += self.slack_of(span.extent)
         self.release(span)
 
     def slack_of(self, extent: Extent) -> int:
@@ -113,12 +113,10 @@ class Holdings:
         extent, size = span.extent, span.extent.nbytes
         span.release()
         if extent.references:
-            slack = extent.slack
-            if slack:
-                self._slack[extent] = slack
+            self._set_slack(extent, extent.slack)
             return
         self._charge(Purpose.EXTENTS, -size)
-        self._slack.pop(extent, None)
+        self._set_slack(extent, 0)
         self._lowest.pop(extent, None)
         del self._extents[extent]
         hook = self._hooks.pop(extent, None)
@@ -163,11 +161,21 @@ class Holdings:
             extent.check_integrity()
             assert extent.references == count, (extent.references, count)
             assert self._slack.get(extent, 0) == extent.slack
+        reclaimable = (n for extent, n in self._slack.items() if extent not in self._leased)
+        assert self.reclaimable_bytes == sum(reclaimable)
         assert self.extent_bytes == sum(extent.nbytes for extent in references)
         held = {node: node.checkpoint.nbytes for node in nodes if node.checkpoint is not None}
         assert held == dict(self.checkpoints)
         assert self.checkpoint_bytes == sum(held.values())
         assert self._leased.keys() == {span.extent for span in lent}
+
+    def _set_slack(self, extent: Extent, size: int) -> None:
+        if extent not in self._leased:
+            self.reclaimable_bytes += size - self.slack_of(extent)
+        if size:
+            self._slack[extent] = size
+        else:
+            self._slack.pop(extent, None)
 
     def _compact(self, extent: Extent) -> None:
         """Move what nodes hold of an extent into new ones; runs of adjacent nodes stay together."""

@@ -216,8 +216,8 @@ class PromptCache:
             return stored
         space.counts["puts"] += 1
         space.counts["duplicates"] += not stored.new_tokens
-        self._room.tidy()
         self._announce(space, key, node, stored)
+        self._room.tidy()
         return stored
 
     def clear(self, namespace: str | None = None) -> None:

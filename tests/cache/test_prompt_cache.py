@@ -1,6 +1,7 @@
 """The prompt cache's rules, one by one. Random lives are in test_stateful.py."""
 
 import logging
+import random
 import threading
 from typing import Any
 
@@ -10,7 +11,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from mlx_swarm.broker.cache.eviction import LRU
 from mlx_swarm.broker.cache.intake import CacheRow
-from mlx_swarm.broker.cache.prompt_cache import PromptCache
+from mlx_swarm.broker.cache.prompt_cache import PromptCache, PromptLease
 from mlx_swarm.broker.errors import CacheError, InvalidRequest, UnsupportedCacheKind
 from mlx_swarm.broker.trace.events import Evicted, Put, Split
 from mlx_swarm.broker.trace.recorder import Recorder
@@ -389,6 +390,29 @@ class TestTelling:
         assert differs() < 0.02
         cache.clear()
         assert mx.get_active_memory() == base
+
+    def test_reported_bytes_are_what_mlx_holds_in_a_random_life(self) -> None:
+        chance = random.Random(5)
+        cache = PromptCache(12 << 20)
+        mx.clear_cache()
+        base = mx.get_active_memory()
+        leases: list[PromptLease] = []
+        for _ in range(60):
+            key = sequence(chance.randint(1, 6), chance.randint(64, 700))
+            key[chance.randint(1, len(key) - 1)] += chance.randint(0, 1)
+            match chance.randint(0, 5):
+                case 0 if leases:
+                    leases.pop().release()
+                case 1 if (lease := cache.take(key)) is not None:
+                    leases.append(lease)
+                    del lease
+                case 2 if chance.random() < 0.2:
+                    cache.clear()
+                case _:
+                    cache.put(key, large(len(key)))
+            held = mx.get_active_memory() - base
+            assert abs(held - cache.total_bytes) <= 0.02 * held
+        assert cache.statistics().total.evictions > 5
 
     def test_the_oracle_can_stand_in(self) -> None:
         for family in ("full", "window", "state", "quantized", "nested"):

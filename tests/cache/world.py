@@ -55,6 +55,7 @@ class World:
         self.families = list(families)
         self.running: list[Running] = []
         self._dropped = 0
+        self._evicted = 0
 
     def now(self) -> float:
         """The world is the cache's trace."""
@@ -63,6 +64,7 @@ class World:
     def emit(self, event: Event) -> None:
         """Forget what is evicted when it is, not after the step: it may come back within it."""
         if isinstance(event, Evicted):
+            self._evicted += 1
             self._forget_evicted()
 
     def put(self, family: str, tokens: Sequence[int], chunk: int = 5) -> None:
@@ -212,9 +214,13 @@ class World:
         caches: list[Any],
         lease: PromptLease | None = None,
     ) -> None:
+        before = self._evicted
         stored = self.cache.put(tokens, caches, family, lease)
         if stored.stored:
             self.oracle.put(tokens, caches, family)
+        if self._evicted > before:
+            # The new entry itself may be cold by now.
+            self._forget_evicted()
         self.check_cap()
         self.check()
 
