@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from anyio import to_thread
 from msgspec import Struct
 
 from .backend import describe, require_mlx
@@ -68,6 +69,7 @@ class Broker:
         self._progress = progress
         self._ids = itertools.count(1)
         self._thread: EngineThread[EngineLoop] | None = None
+        self._text: LoadedModel | None = None
         self.model_name = str(model)
         self.context_length = 0
         self.recorder: Recorder
@@ -96,11 +98,11 @@ class Broker:
 
     async def render(self, messages: Sequence[Message]) -> "Rendered":
         """Messages as the model's chat template puts them, ready for a reply."""
-        return await self._running().call(lambda engine: engine.model.render(messages))
+        return await to_thread.run_sync(self._loaded().render, messages)
 
     async def encode(self, text: str) -> list[int]:
         """Text as tokens."""
-        return await self._running().call(lambda engine: engine.model.encode(text))
+        return await to_thread.run_sync(self._loaded().encode, text)
 
     async def statistics(self) -> BrokerStatistics:
         """What is going on now, and what it has cost since the start."""
@@ -109,7 +111,7 @@ class Broker:
 
     async def aclose(self) -> None:
         """End everything; open requests fail with `BrokerClosed`. Safe to repeat."""
-        thread, self._thread = self._thread, None
+        thread, self._thread, self._text = self._thread, None, None
         if thread is not None:
             await thread.aclose()
 
@@ -134,6 +136,12 @@ class Broker:
             raise BrokerClosed("the broker is not open: use it inside `async with`")
         return self._thread
 
+    def _loaded(self) -> "LoadedModel":
+        """The model, for its tokenizer and chat template: these may be used in any thread."""
+        self._running()
+        assert self._text is not None
+        return self._text
+
     def _open(self, thread: "EngineThread[EngineLoop]") -> "EngineLoop":
         """Load the model and start the engine; in the engine's thread."""
         # Here and not at the top: MLX is slow to import, and only this thread may touch it.
@@ -155,7 +163,7 @@ class Broker:
         except BaseException:
             recorder.close()
             raise
-        self.recorder = recorder
+        self.recorder, self._text = recorder, model
         self.model_name, self.context_length = model.name, model.context_length
         return engine
 
