@@ -31,7 +31,7 @@ class Holdings:
         self._extents: dict[Extent, str] = {}
         self._lowest: dict[Extent, Node] = {}
         self._slack: dict[Extent, int] = {}
-        self._hooks: dict[Extent, _SharedHook] = {}
+        self._hooks: dict[Extent, list[_SharedHook]] = {}
         self._leased: dict[Extent, int] = {}
 
     @property
@@ -53,13 +53,17 @@ class Holdings:
         """The living extents of a namespace, or all."""
         return [e for e, name in self._extents.items() if namespace in (None, name)]
 
-    def adopt(self, extent: Extent, namespace: str, hook: Hook | None = None) -> ExtentRange:
+    def adopt(self, extent: Extent, namespace: str) -> ExtentRange:
         """Take a new extent in; returns the range over all of it, to be put into a node."""
         self._extents[extent] = namespace
-        if hook is not None:
-            self._hooks[extent] = _SharedHook(hook)
         self._charge(Purpose.EXTENTS, extent.nbytes)
         return extent.whole()
+
+    def on_release(self, node: Node, hook: Hook) -> None:
+        """Call `hook` once, when neither nodes nor clones need the extent of `node` any more."""
+        span = node.span
+        assert isinstance(span, ExtentRange)
+        self._hooks.setdefault(span.extent, []).append(_SharedHook(hook))
 
     def settle(self, node: Node) -> None:
         """Note that `node`, whose span is set, is the lowest one over its extent."""
@@ -119,8 +123,7 @@ class Holdings:
         self._set_slack(extent, 0)
         self._lowest.pop(extent, None)
         del self._extents[extent]
-        hook = self._hooks.pop(extent, None)
-        if hook is not None:
+        for hook in self._hooks.pop(extent, ()):
             hook.leave()
 
     def keep_checkpoint(self, node: Node, checkpoint: Checkpoint) -> None:
@@ -190,7 +193,7 @@ class Holdings:
         self._extents[fresh[0].extent] = self._extents[extent]
         self._charge(Purpose.EXTENTS, fresh[0].extent.nbytes)
         if extent in self._hooks:
-            self._hooks[fresh[0].extent] = self._hooks[extent].join()
+            self._hooks[fresh[0].extent] = [hook.join() for hook in self._hooks[extent]]
         return fresh
 
     def _holders(self, extent: Extent) -> list[list[Node]]:

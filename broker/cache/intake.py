@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from ..errors import CacheError
 from ..trace.events import Split
 from .extents import Extent, ExtentRange, pack
-from .holdings import Holdings, Hook
+from .holdings import Holdings
 from .kinds import Checkpoint, held_runs, layout_of, seal, snapshot, validate
 from .layout import Layout
 from .lease import PromptLease
@@ -98,9 +98,7 @@ class Intake:
         self._reporter = reporter
         self._writes = writes
 
-    def store(
-        self, space: Space, key: Tokens, row: Row | CacheRow, hook: Hook | None = None
-    ) -> tuple[Stored, Node | None]:
+    def store(self, space: Space, key: Tokens, row: Row | CacheRow) -> tuple[Stored, Node | None]:
         """Store a validated row; returns the node where it ends, if it was stored.
 
         Once the first byte is copied nothing can fail but the copy itself, which changes nothing.
@@ -117,7 +115,7 @@ class Intake:
             before = self._holdings.total_bytes
             space.layout = layout
             if walk.length < len(key):
-                node = self._append(space, key, row, walk.length, hook)
+                node = self._append(space, key, row, walk.length)
             else:
                 node = self._mark(space, key)
             self._fill(space, key, row, gaps)
@@ -150,11 +148,9 @@ class Intake:
             return False
         return self._room.make(new + state)
 
-    def _append(
-        self, space: Space, key: Tokens, row: Row | CacheRow, start: int, hook: Hook | None
-    ) -> Node:
+    def _append(self, space: Space, key: Tokens, row: Row | CacheRow, start: int) -> Node:
         extent = row.cut(start, len(key))
-        span = self._holdings.adopt(extent, space.name, hook)
+        span = self._holdings.adopt(extent, space.name)
         created = space.tree.insert(key, span).created
         assert created is not None
         self._holdings.settle(created)

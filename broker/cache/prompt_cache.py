@@ -101,7 +101,9 @@ class PromptCache:
         )
         self._lender.on_released = self._room.make
         self._intake = Intake(self._holdings, self._room, self._reporter, self._writes)
-        self._restores = Restores(cold, self._intake, self._clock) if cold is not None else None
+        self._restores = (
+            Restores(cold, self._intake, self._holdings, self._clock) if cold is not None else None
+        )
         self._lookup = Lookup(self._spaces, forgotten, self._restores, max_bytes)
 
     # Looking up

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ..errors import SwarmError
 from .cold import ColdMatch, ColdStore, Restored
+from .holdings import Holdings
 from .intake import Intake, validated
 from .node import Node
 from .prefix_hash import Tokens
@@ -78,10 +79,17 @@ class Restoration:
 class Restores:
     """A cold store as the cache reads it."""
 
-    def __init__(self, store: ColdStore, intake: Intake, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        store: ColdStore,
+        intake: Intake,
+        holdings: Holdings,
+        clock: Callable[[], float],
+    ) -> None:
         self.gate = CostGate()
         self._store = store
         self._intake = intake
+        self._holdings = holdings
         self._clock = clock
         self._under_way: dict[tuple[str, str], Restoration] = {}
 
@@ -115,15 +123,29 @@ class Restores:
         if restored is None:
             self._discard(restoration, space)
             return None
+        node = None
         try:
             row = validated(restoration.tokens, restored.caches, space)
-            _, node = self._intake.store(space, restoration.tokens, row, restored.release)
+            _, node = self._intake.store(space, restoration.tokens, row)
         except SwarmError as error:
             restoration.error = error
             self._discard(restoration, space)
-            return None
-        space.counts["restores"] += 1
+        else:
+            space.counts["restores"] += 1
+        self._pass_hook(node, restored)
         return node
+
+    def _pass_hook(self, node: Node | None, restored: Restored) -> None:
+        """Have the store's release hook called, now if nothing was made of what it gave."""
+        if restored.release is None:
+            return
+        if node is not None:
+            self._holdings.on_release(node, restored.release)
+            return
+        try:
+            restored.release()
+        except Exception:
+            _log.exception("the release hook of an unused restore failed")
 
     def _read(self, match: ColdMatch) -> Restored:
         started = self._clock()
@@ -136,8 +158,6 @@ class Restores:
         space.counts["restore_failures"] += 1
         match = restoration.match
         _log.error("dropped the unusable cold entry %s: %s", match.name, restoration.error)
-        if restoration.restored is not None and restoration.restored.release is not None:
-            restoration.restored.release()
         try:
             self._store.delete(match)
         except Exception:

@@ -31,6 +31,7 @@ class FakeColdStore:
         self.entries: dict[str, Stored] = {}
         self.queue: list[ColdWrite] = []
         self.restored: list[str] = []
+        self.read: list[str] = []
         self.deleted: list[str] = []
         self.released: list[str] = []
 
@@ -50,6 +51,7 @@ class FakeColdStore:
         if match.name in self.unreadable:
             raise OSError(f"{match.name} is corrupt")
         caches = copy.deepcopy(self.entries[match.name].caches)
+        self.read.append(match.name)
         return Restored(caches, lambda: self.released.append(match.name))
 
     def store(self, write: ColdWrite) -> None:

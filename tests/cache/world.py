@@ -194,6 +194,8 @@ class World:
         self.empty_sink()
         self.clear(None)
         assert self.cache.total_bytes == 0
+        if self.cold is not None:
+            assert sorted(self.cold.released) == sorted(self.cold.read)
         assert self.cache.statistics().leases == 0
 
     def checksum(self) -> int:
