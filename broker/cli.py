@@ -7,6 +7,7 @@ command line that cannot be read, 130 for Ctrl-C.
 import sys
 from collections.abc import Sequence
 from importlib import import_module, metadata
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -22,6 +23,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 def main() -> None:
     """The entry point: run this process's command line and exit."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            # What a model writes may not exist in the terminal's encoding.
+            stream.reconfigure(errors="replace")
     sys.exit(run(sys.argv[1:]))
 
 

@@ -1,10 +1,10 @@
 """The demo's work: open a broker, let the agents run, say what it cost."""
 
+import json
 import sys
 from contextlib import AsyncExitStack
 
 import anyio
-import msgspec
 from msgspec import Struct
 from rich.console import Console
 
@@ -62,7 +62,7 @@ async def _run(options: Options) -> None:
         print_comparison(output, shared, alone)
     if options.json:
         report = shared.as_json() | ({"without_sharing": alone.as_json()} if alone else {})
-        sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
+        sys.stdout.write(json.dumps(report) + "\n")  # in ASCII, which every locale can print
 
 
 class Demo:

@@ -32,8 +32,8 @@ def print_run(console: Console, run: Run, title: str) -> None:
         )
     console.print(table)
     console.print(
-        f"{run.shared_prefix_tokens:,} tokens of instructions in common, {prompt:,} prompt tokens in "
-        f"all: {prefilled:,} computed, {cached:,} from the cache; {run.seconds:.1f} s.",
+        f"{run.shared_prefix_tokens:,} tokens of instructions in common, {prompt:,} prompt tokens "
+        f"in all: {prefilled:,} computed, {cached:,} from the cache; {run.seconds:.1f} s.",
         highlight=False,
     )
 
