@@ -101,9 +101,7 @@ class Room:
             if self._holdings.checkpoint_bytes <= target:
                 break
             if not node.leases and not node.tree.is_pinned(node):
-                self._space(node).counts["checkpoints_dropped"] += 1
-                self._holdings.drop_checkpoint(node)
-                self._prune(node)
+                self._drop_checkpoint(self._space(node), node)
         return self._holdings.checkpoint_bytes <= target
 
     def demote_idle(self, before: float) -> int:
@@ -183,9 +181,17 @@ class Room:
             )
         )
 
-    def _prune(self, node: Node) -> None:
+    def _drop_checkpoint(self, space: Space, node: Node) -> None:
+        """Let a checkpoint go; the cold tier gets it first, as far as it takes more writes."""
+        tier = self._cold
+        if tier is not None and not tier.is_durable(node) and space.usable_at(node):
+            space.counts["spills"] += tier.begin(space, node)
+        space.counts["checkpoints_dropped"] += 1
+        self._holdings.drop_checkpoint(node)
+        self._prune(space, node)
+
+    def _prune(self, space: Space, node: Node) -> None:
         """Remove a leaf that serves no length any more, and what that leaves useless above it."""
-        space = self._space(node)
         layout = space.layout
         while layout is not None and layout.has_state and node.is_held_leaf:
             parent = node.parent

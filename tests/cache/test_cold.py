@@ -220,6 +220,15 @@ class TestWrite:
         assert cache.total_bytes == 0
         cache.plan([1])
 
+    def test_checkpoints_without_room_in_ram_go_to_the_store(self, store: FakeColdStore) -> None:
+        cache = PromptCache(2_000, cold=store)
+        for start in range(1000, 1030):
+            assert put(cache, sequence(start, 5), "state_only").stored
+        assert cache.statistics().total.checkpoints_dropped > 0
+        for start in range(1000, 1030):
+            assert cache.plan([*sequence(start, 5), 7]).usable_tokens == 5
+        cache.check_integrity()
+
     def test_clearing_while_a_write_is_in_flight(self, store: FakeColdStore) -> None:
         store.is_slow = True
         cache = PromptCache(1 << 20, cold=store)
