@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from .extents import ExtentRange
 from .holdings import Holdings
 from .lease import Lender
 from .node import Node
@@ -37,7 +38,14 @@ def measure(
 
 
 def _leased_bytes(space: Space, holdings: Holdings, lender: Lender) -> int:
-    """Extents that clones read, in full: nothing of them can be given back before their release."""
-    extents = sum(e.nbytes for e in holdings.extents(space.name) if holdings.is_lent(e))
-    ends = [node for node in lender.nodes() if node.tree is space.tree]
-    return extents + sum(n.checkpoint.nbytes for n in ends if n.checkpoint is not None)
+    """Extents that clones read, in full: nothing of them can be given back before their release.
+
+    To them come the nodes above a lease that got other extents since.
+    """
+    total = sum(e.nbytes for e in holdings.extents(space.name) if holdings.is_lent(e))
+    for node in lender.nodes():
+        if node.tree is space.tree:
+            total += node.checkpoint.nbytes if node.checkpoint is not None else 0
+            if isinstance(node.span, ExtentRange) and not holdings.is_lent(node.span.extent):
+                total += node.span.nbytes
+    return total
