@@ -28,11 +28,11 @@ LOOKUP_BAR = 0.5e-3
 
 
 class CacheReport(Struct, frozen=True, kw_only=True):
-    """All figures of one run."""
+    """All figures of one run. Named tuples are written with their names."""
 
     machine: Machine
-    lookups: list[LookupTimes]
-    hit_rates: list[HitRates]
+    lookups: list[dict[str, Any]]
+    hit_rates: list[dict[str, Any]]
     comparisons: list[Comparison]
 
 
@@ -62,7 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         console.print(_eviction_table(rates))
     if options.json is not None:
         report = CacheReport(
-            machine=machine(), lookups=lookups, hit_rates=rates, comparisons=comparisons
+            machine=machine(),
+            lookups=[each._asdict() for each in lookups],
+            hit_rates=[each._asdict() for each in rates],
+            comparisons=comparisons,
         )
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
 
