@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from mlx_lm.models.cache import can_trim_prompt_cache
+from mlx_lm.models.cache import KVCache
 from msgspec import Struct
 
 from ..affinity import ThreadGuard
@@ -58,7 +58,7 @@ class EngineLoop:
             self.cache.peek_prefix_len,
             max_rows=settings.max_rows,
             prefill_chunk=settings.prefill_chunk,
-            exact_stops=not can_trim_prompt_cache(model.make_caches()),
+            exact_stops=not all(type(cache) is KVCache for cache in model.make_caches()),
         )
         self._rows: dict[RequestId, Row] = {}
         self._usage = Usage()
@@ -166,9 +166,17 @@ class EngineLoop:
             divergence=plan and plan.divergence,
         )
         row.mailbox.put(Started(row.id, len(row.prompt), row.ram_tokens, row.cold_tokens))
+        # Before the row can join: what it stores then would count as stored before.
+        stops = self._put_points(row)
         if row.position == len(row.prompt) - 1:
             self._join(row)
-        self.scheduler.admitted(row.id, row.position)
+        self.scheduler.admitted(row.id, row.position, stops)
+
+    def _put_points(self, row: Row) -> tuple[int, ...]:
+        """Where the prompt cache wants the row's prefill to stop and store."""
+        if not row.reads_cache:
+            return ()
+        return self.cache.put_points(row.prompt, row.namespace, row.boundaries)
 
     def _prefill(self, row: Row, stop: int) -> None:
         start, began = row.position, self._recorder.now()

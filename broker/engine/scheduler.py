@@ -153,9 +153,13 @@ class Scheduler:
         """The next piece of work, or None until something is submitted."""
         return self._decide() or self._due_store() or self._compute()
 
-    def admitted(self, request: RequestId, position: int) -> None:
-        """The request has `position` tokens of its prompt from memory and a row to run in."""
+    def admitted(self, request: RequestId, position: int, stops: Iterable[int] = ()) -> None:
+        """The request has `position` tokens of its prompt from memory and a row to run in.
+
+        `stops` are more lengths at which it is to store.
+        """
         entry = self._entries[request]
+        entry.boundaries |= frozenset(stops)
         self._unfollow(entry)
         del self._pending[entry]
         entry.position = entry.stored = position
