@@ -6,7 +6,8 @@ import threading
 class ThreadGuard:
     """Belongs to the first thread that checks it; any other thread fails the assertion.
 
-    MLX streams live in a thread: arrays made in one and evaluated in another fail late and obscurely.
+    MLX streams live in a thread: arrays made in one and evaluated in another fail late and
+    obscurely.
     """
 
     __slots__ = ("_owner",)

@@ -109,9 +109,11 @@ def test_without_sharing_everything_is_computed(compared: dict[str, Any]) -> Non
 
 
 def test_demo_prints_lines_and_a_table_and_leaves_no_thread(capsys: Captured) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     assert cli.run([*DEMO, "--agents", "2"]) == 0
-    assert threading.active_count() == before
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=30)  # anyio tells its idle workers to end, and does not wait for them
+        assert not thread.is_alive(), thread.name
     printed = capsys.readouterr().out
     assert "summary | " in printed
     assert "2 agents" in printed

@@ -1,8 +1,8 @@
 """What happens to requests and to the cache, as frozen, versioned records. No MLX.
 
-`time` is in seconds on the clock of the recorder; `TraceStarted` ties that clock to the wall clock. Token
-positions count from the start of the prompt. A field may be added within a version; a changed or removed
-one makes a new `TRACE_VERSION`.
+`time` is in seconds on the clock of the recorder; `TraceStarted` ties that clock to the wall clock.
+Token positions count from the start of the prompt. A field may be added within a version; a changed
+or removed one makes a new `TRACE_VERSION`.
 """
 
 from typing import Literal, get_args
@@ -71,7 +71,8 @@ class Waiting(Event, frozen=True):
 class Planned(Event, frozen=True):
     """Where the prompt's tokens come from. prompt = ram + cold + prefilled.
 
-    `reason` says why the hit ended where it did; it is None when only the last token is left to compute.
+    `reason` says why the hit ended where it did; it is None when only the last token is left to
+    compute.
     """
 
     request: str
