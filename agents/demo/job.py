@@ -54,7 +54,7 @@ async def _run(options: Options) -> None:
         with LoadingDisplay(messages) as loading:
             broker = await stack.enter_async_context(Broker(options.model, progress=loading.report))
         if slow := describe().is_slow:
-            messages.print(BLAS_HINT, highlight=False)
+            messages.print(BLAS_HINT, highlight=False, soft_wrap=True)
         demo = Demo(broker, options, output, slow)
         shared = await demo.run_agents("shared", sharing=True)
         alone = await demo.run_agents("alone", sharing=False) if options.compare else None

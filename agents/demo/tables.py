@@ -35,6 +35,7 @@ def print_run(console: Console, run: Run, title: str) -> None:
         f"{run.shared_prefix_tokens:,} tokens of instructions in common, {prompt:,} prompt tokens "
         f"in all: {prefilled:,} computed, {cached:,} from the cache; {run.seconds:.1f} s.",
         highlight=False,
+        soft_wrap=True,
     )
 
 
