@@ -1,12 +1,12 @@
 """What a look-up found, and what the cache hands out: the types of its interface. No MLX."""
 
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from msgspec import Struct
 
 from ..trace.events import Divergence, MissReason
+from .prefix_hash import Tokens
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -44,7 +44,7 @@ class Lease(Protocol):
     """
 
     @property
-    def tokens(self) -> Sequence[int]: ...
+    def tokens(self) -> Tokens: ...
     @property
     def length(self) -> int: ...
     @property
