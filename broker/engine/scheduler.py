@@ -10,8 +10,9 @@ stores there. Leaders never wait themselves, so nobody waits in a circle; a lead
 or fails frees its followers, of which one becomes the next leader.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
+from itertools import islice
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -21,6 +22,9 @@ from ..request import RequestId
 
 MINIMUM_SHARED_TOKENS = 16
 """A request does not wait for fewer tokens than this."""
+
+LOOKAHEAD = 2
+"""How much of the queue may choose a leader while there is no room, in multiples of `max_rows`."""
 
 
 class Admit(NamedTuple):
@@ -134,6 +138,8 @@ class Scheduler:
         self._decoding = 0
         self._since_decode = 0
         self._undecided = False
+        # What is left of going through the queue; begun anew whenever it may turn out differently.
+        self._to_decide: Iterator[_Entry] = iter(())
         self._memory_version = 0
 
     def submit(
@@ -221,20 +227,23 @@ class Scheduler:
 
     def _decide(self) -> Work | None:
         """Who leaves the queue, and who waits for whom."""
-        if not self._undecided:
-            return None
         has_room = len(self._prefilling) + self._decoding < self._max_rows
-        for entry in self._pending:
+        if self._undecided:
+            # Nobody is admitted without room, and who is far from admission can decide later: else
+            # a long queue would be gone through at every change.
+            near = None if has_room else LOOKAHEAD * self._max_rows
+            self._to_decide, self._undecided = islice(self._pending, near), False
+        for entry in self._to_decide:
             leader, shared, worth = self._leader_of(entry)
             if leader is not None and worth:
                 if (entry.leader, leader.followers.get(entry)) != (leader, shared):
                     self._follow(entry, leader, shared)
                     return Wait(entry.request, leader.request, shared)
             elif has_room:
+                self._undecided = True
                 return Admit(entry.request, leader is not None)
             else:
                 self._unfollow(entry)
-        self._undecided = False
         return None
 
     def _due_store(self) -> Work | None:

@@ -2,14 +2,17 @@
 
 from typing import NamedTuple
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_swarm.broker.cache.prefix_hash import Tokens
 from mlx_swarm.broker.engine.scheduler import (
     MINIMUM_SHARED_TOKENS,
     Admit,
     Decode,
     Prefill,
+    Scheduler,
     Store,
     Wait,
 )
@@ -267,3 +270,25 @@ def test_the_same_arrivals_give_the_same_work(arrivals: list[Arrival]) -> None:
     _play(first, arrivals)
     _play(second, arrivals)
     assert first.log == second.log
+
+
+def test_a_long_queue_is_not_gone_through_at_every_change() -> None:
+    looked_up = 0
+
+    def known(tokens: Tokens, namespace: str) -> int:
+        nonlocal looked_up
+        looked_up += 1
+        return 0
+
+    scheduler = Scheduler(known, max_rows=4, prefill_chunk=64)
+    requests = [R(f"r{number}") for number in range(400)]
+    for number, request in enumerate(requests):
+        scheduler.submit(request, np.array([number] * 20, np.uint32), "shared")
+    for request in requests:
+        assert scheduler.next() == Admit(request, False)
+        scheduler.admitted(request, 19)
+        if scheduler.statistics().decoding == 4:
+            assert scheduler.next() == Decode()
+            for row in requests[requests.index(request) - 3 : requests.index(request) + 1]:
+                scheduler.ended(row)
+    assert looked_up <= 20 * len(requests)
