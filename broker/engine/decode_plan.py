@@ -1,6 +1,6 @@
 """Which rows of a decode step share what, and how long their own tails are: made once a step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -33,7 +33,7 @@ class DecodePlan:
     `window` positions only, and `positions[n]` is the absolute position of its tail's index 0.
 
     Layers with another window need a plan of their own; `advance` gives the plan of the next step
-    without making the tables again.
+    without making the tables again. `made` keeps what was derived from the rows and groups.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class DecodePlan:
         assert all(0 <= row < self.rows for group in groups for row in group.rows)
         self.lengths = mx.array(self.host_lengths, mx.int32)
         self.slots = mx.array(self.host_slots, mx.int32)
-        self._prepared: dict[Any, Any] = {}
+        self.made: dict[Any, Any] = {}
         self._step: dict[Any, Any] = {}
 
     def advance(self) -> "DecodePlan":
@@ -68,12 +68,6 @@ class DecodePlan:
         following.lengths = self.lengths + 1
         following._step = {}
         return following
-
-    def prepared(self, key: Any, prepare: Callable[["DecodePlan", Any], Any]) -> Any:
-        """`prepare(plan, key)`, made once for this plan and those that it advances to."""
-        if key not in self._prepared:
-            self._prepared[key] = prepare(self, key)
-        return self._prepared[key]
 
     def segments(self) -> list[Segment]:
         """The groups' spans, less what no row of the group can see through its window."""
@@ -94,9 +88,10 @@ class DecodePlan:
     def span_rows(self, index: int) -> tuple[mx.array | slice, mx.array | None]:
         """How to pick a group's rows out of the batch, and where in them each row is (len(rows):
         nowhere); None if the group is the whole batch in order."""
-        picked: tuple[mx.array | slice, mx.array | None] = self.prepared(
-            ("rows", index), DecodePlan._span_rows
-        )
+        key = "rows", index
+        if key not in self.made:
+            self.made[key] = self._pick_rows(list(self.groups[index].rows))
+        picked: tuple[mx.array | slice, mx.array | None] = self.made[key]
         return picked
 
     def span_mask(self, index: int) -> mx.array | None:
@@ -127,8 +122,7 @@ class DecodePlan:
         """The absolute position of the first token in a row's window."""
         return self.positions[row] + self.host_lengths[row] - self.window
 
-    def _span_rows(self, key: tuple[str, int]) -> tuple[mx.array | slice, mx.array | None]:
-        rows = list(self.groups[key[1]].rows)
+    def _pick_rows(self, rows: list[int]) -> tuple[mx.array | slice, mx.array | None]:
         if rows == list(range(self.rows)):
             return slice(None), None
         places = np.full(self.rows, len(rows), np.int32)

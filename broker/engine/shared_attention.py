@@ -12,7 +12,7 @@ Sources: Juravsky et al., "Hydragen: High-throughput LLM inference with shared p
 Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -21,14 +21,12 @@ import numpy as np
 
 from .decode_plan import DecodePlan, Group
 from .kernels import launch, plain
-from .kernels.launch import Geometry
+from .kernels.launch import Geometry, Launches, make_launches
 from .kernels.schedule import build_tables, split_tails
 from .partials import partial_attention
 
 __all__ = ["DecodePlan", "Geometry", "Group", "Implementation", "Span", "Tails"]
 __all__ += ["decode_attention", "geometry_of", "implementation", "warm_up"]
-
-KERNEL, FUSED, SCORES = "kernel", "fused", "scores"
 
 
 class Span(NamedTuple):
@@ -55,12 +53,12 @@ class Implementation(NamedTuple):
     reason: str
 
 
-class _Launch(NamedTuple):
-    """A plan as the kernels read it: tables of the spans (None without any) and of the rows."""
+KERNEL, FUSED, SCORES = "kernel", "fused", "scores"
 
-    spans: launch.SpanLaunch | None
-    partial_begins: mx.array
-    begins: mx.array
+_Step = Callable[
+    [DecodePlan, mx.array, Sequence[Span], Tails, mx.array | None],
+    mx.array,
+]
 
 
 def decode_attention(
@@ -77,14 +75,17 @@ def decode_attention(
     `queries` is [N, Hq, 1, D], its last axis with unit stride; `spans` are this layer's KV of
     `plan.groups`, in their order; the tails already hold the step's own token. `sinks` [Hq] are
     logits that take weight and carry no value. Nothing of a span or a tail is copied or repeated
-    by the kernels. A row that sees no token at all gets zeros.
+    by the kernels. The output of a row that sees no token at
+    all means nothing, but is finite.
     """
-    assert len(spans) == len(plan.groups), f"{len(spans)} spans for {len(plan.groups)} groups"
-    geometry = geometry_of(queries, tails)
-    chosen = implementation(geometry, len(spans))
-    if chosen.name == KERNEL:
-        return _with_kernels(queries, spans, tails, plan, geometry, scale, sinks)
-    return plain_attention(queries, spans, tails, plan, scale, sinks, chosen.name)
+    key = queries.dtype, queries.shape, tails.keys.shape[1], scale, sinks is None
+    step = plan.made.get(key)
+    if step is None:
+        assert len(spans) == len(plan.groups), f"{len(spans)} spans, {len(plan.groups)} groups"
+        geometry = geometry_of(queries, tails)
+        name = implementation(geometry, len(spans)).name
+        step = plan.made[key] = _step(plan, geometry, scale, name, sinks=sinks is not None)
+    return step(plan, queries, spans, tails, sinks)
 
 
 def geometry_of(queries: mx.array, tails: Tails) -> Geometry:
@@ -137,34 +138,35 @@ def plain_attention(
     return plain.merge(parts, sinks, queries.dtype)
 
 
-def _with_kernels(
-    queries: mx.array,
-    spans: Sequence[Span],
-    tails: Tails,
-    plan: DecodePlan,
-    geometry: Geometry,
-    scale: float,
-    sinks: mx.array | None,
-) -> mx.array:
-    prepared: _Launch = plan.prepared(geometry, _prepare)
-    partials = launch.no_partials(geometry.query_heads, geometry.head_size)
-    if prepared.spans is not None:
-        planes = [plane for span in spans for plane in span]
-        partials = launch.attend_spans(
-            queries,
-            tails,
-            planes,
-            plan.lengths,
-            prepared.spans,
-            geometry,
-            scale,
-            window=bool(plan.window),
-        )
-    rows = plan.slots, prepared.begins, plan.lengths, prepared.partial_begins
-    return launch.finish(queries, tails, rows, partials, geometry, scale, plan.window, sinks)
+def _step(plan: DecodePlan, geometry: Geometry, scale: float, name: str, *, sinks: bool) -> _Step:
+    """What does one layer of a plan, and of the plans that it advances to."""
+    if name != KERNEL:
+
+        def plain_layer(
+            now: DecodePlan,
+            queries: mx.array,
+            spans: Sequence[Span],
+            tails: Tails,
+            sinks: mx.array | None,
+        ) -> mx.array:
+            return plain_attention(queries, spans, tails, now, scale, sinks, name)
+
+        return plain_layer
+    launches = _launches(plan, geometry, scale, sinks=sinks)
+
+    def layer(
+        now: DecodePlan,
+        queries: mx.array,
+        spans: Sequence[Span],
+        tails: Tails,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        return launches.layer(queries, spans, tails, now.lengths, sinks)
+
+    return layer
 
 
-def _prepare(plan: DecodePlan, geometry: Geometry) -> _Launch:
+def _launches(plan: DecodePlan, geometry: Geometry, scale: float, *, sinks: bool) -> Launches:
     """Cut a plan's spans and long tails into the blocks of one launch."""
     device = launch.gpu()
     assert device is not None
@@ -172,7 +174,7 @@ def _prepare(plan: DecodePlan, geometry: Geometry) -> _Launch:
     long_tails, begins = split_tails(
         plan.host_lengths, plan.host_begins, plan.host_slots, plan.positions
     )
-    folded = max((len(s.rows) for s in segments), default=1) * geometry.ratio
+    folded = max((len(segment.rows) for segment in segments), default=1) * geometry.ratio
     variant = launch.span_variant(geometry, device, folded)
     tables = build_tables(
         segments + long_tails,
@@ -181,8 +183,18 @@ def _prepare(plan: DecodePlan, geometry: Geometry) -> _Launch:
         window=plan.window,
         positions=plan.positions,
     )
-    spans = launch.span_launch(variant, tables) if len(tables.work) else None
-    return _Launch(spans, mx.array(tables.partial_begins), mx.array(begins, mx.int32))
+    return make_launches(
+        geometry,
+        tables,
+        variant,
+        plan.host_slots,
+        begins,
+        spans=len(plan.groups),
+        long_tails=bool(long_tails),
+        window=plan.window,
+        scale=scale,
+        sinks=sinks,
+    )
 
 
 @cache
@@ -227,11 +239,11 @@ def _trial(
         positions=[300 * groups] * rows,
     )
     sink = random(30, geometry.query_heads) if sinks else None
-    if name == KERNEL:
-        return _with_kernels(queries, spans, tails, plan, geometry, size**-0.5, sink)
-    return plain_attention(queries, spans, tails, plan, size**-0.5, sink, name)
+    step = _step(plan, geometry, size**-0.5, name, sinks=sinks)
+    return step(plan, queries, spans, tails, sink)
 
 
 def _fused_pays(geometry: Geometry) -> bool:
-    """Measured: on CUDA MLX's fused attention is faster than products of 16-bit scores."""
-    return launch.gpu() is not None and geometry.dtype != "float32" and geometry.head_size <= 128
+    """Measured on CUDA: the fused form is twice as fast. Its log-sum-exp is accurate enough for
+    bfloat16, whose outputs are coarse, and not for float16."""
+    return launch.gpu() is not None and geometry.dtype == "bfloat16" and geometry.head_size <= 128

@@ -103,27 +103,20 @@ template <int D, int THREADS> struct CopyShape {
   static constexpr int STRIDE = THREADS / LANES;
 };
 
-// Starts the copy of keys [first, first + ROWS) into a tile; rows from `end` on become zeros.
+// Starts the copy of keys [first, first + ROWS) into a tile; rows from `end` on become zeros, and are not read.
 template <int D, int ROWS, int THREADS>
 DEVICE void copy_tile(unsigned tile, const Element* source, long long token_stride, int first, int end, int thread) {
   using Shape = CopyShape<D, THREADS>;
-  const int row = thread / Shape::LANES, chunk = thread % Shape::LANES;
+  const int row = thread / Shape::LANES, chunk = thread % Shape::LANES, left = end - first - row;
   if (Shape::CHUNKS != Shape::LANES && chunk >= Shape::CHUNKS) return;
   const Element* from = source + (first + row) * token_stride + chunk * 8;
-  const long long step = Shape::STRIDE * token_stride;
-  if (first + ROWS <= end) {
+  const unsigned to = tile + chunk_offset<ROWS>(row, chunk);
 #pragma unroll
-    for (int i = 0; i < ROWS / Shape::STRIDE; i++) {
-      copy_16(tile + chunk_offset<ROWS>(row + i * Shape::STRIDE, chunk), from, true);
-      from += step;
-    }
-  } else {
-#pragma unroll 1
-    for (int i = 0; i < ROWS / Shape::STRIDE; i++) {
-      const bool valid = first + row + i * Shape::STRIDE < end;
-      copy_16(tile + chunk_offset<ROWS>(row + i * Shape::STRIDE, chunk), valid ? from : source, valid);
-      from += step;
-    }
+  for (int i = 0; i < ROWS / Shape::STRIDE; i++) {
+    const int down = i * Shape::STRIDE;
+    // Eight rows further the swizzle is the same again.
+    copy_16(down % 8 == 0 ? to + down * PANEL_ROW : tile + chunk_offset<ROWS>(row + down, chunk), from, down < left);
+    from += Shape::STRIDE * token_stride;
   }
 }
 
@@ -182,24 +175,33 @@ template <int SIZE> DEVICE void pack_step(unsigned (&operand)[4], const float (&
   for (int i = 0; i < 4; i++) operand[i] = pack(scores[8 * step + 2 * i], scores[8 * step + 2 * i + 1]);
 }
 
+// Where the two rows of a block that this thread holds are to be written: slot * heads + head; -1 for none.
+template <int R>
+DEVICE void partial_places(int (&place)[2], const Work& work, const Member* members, int folded, int head_base, int heads, int lane) {
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int row = folded + h * 8 + (lane >> 2);
+    place[h] = -1;
+    if (row < work.folded_end) {
+      place[h] = (members[work.first_member + row / R].partial + work.chunk) * heads + head_base + row % R;
+    }
+  }
+}
+
 // Writes this thread's share of a 16-row block: the output, normalised within its keys, and log2 of the softmax's sum.
-// Folded row f is query head head_base + f % R of member f / R.
-template <int D, int R>
+template <int D>
 DEVICE void store_partial(float* out, float* log_sum, const float (&accumulator)[D / 2], const Softmax<2>& softmax, float scale,
-                          const Work& work, const Member* members, int folded, int head_base, int heads, int lane) {
+                          const int (&place)[2], int lane) {
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const float sum = quad_sum(softmax.sum[h]);
-    const int row = folded + h * 8 + (lane >> 2);
-    if (row >= work.folded_end) continue;
+    if (place[h] < 0) continue;
     const float inverse = sum > 0.f ? 1.f / sum : 0.f;
-    const long long slot = members[work.first_member + row / R].partial + work.chunk;
-    const long long place = slot * heads + head_base + row % R;
-    float* to = out + place * D + 2 * (lane & 3);
+    float* to = out + (long long)place[h] * D + 2 * (lane & 3);
 #pragma unroll
     for (int j = 0; j < D / 8; j++)
       *(float2*)(to + 8 * j) = make_float2(accumulator[4 * j + 2 * h] * inverse, accumulator[4 * j + 2 * h + 1] * inverse);
-    if ((lane & 3) == 0) log_sum[place] = sum > 0.f ? softmax.maximum[h] * scale + log2_fast(sum) : MINUS_INFINITY;
+    if ((lane & 3) == 0) log_sum[place[h]] = sum > 0.f ? softmax.maximum[h] * scale + log2_fast(sum) : MINUS_INFINITY;
   }
 }
 
@@ -213,3 +215,5 @@ DEVICE void window_begins(int (&begin)[2], const Work& work, const Member* membe
     begin[h] = lengths[member.row] - member.window_origin;
   }
 }
+
+}  // namespace shared_attention

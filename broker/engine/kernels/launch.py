@@ -1,19 +1,20 @@
 """Launches of the CUDA kernels, and the rule that says where they apply."""
 
 import ctypes
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from .schedule import Tables, Tiling
 from .source import ELEMENTS, Program, SpanVariant, span_program, tail_program
 
 MAX_SPANS = 8
-"""Spans of one step that the kernels take; each slot costs kernel arguments, not launches."""
+"""Spans of one step that the kernels take: each is arguments of a launch, not a launch."""
 
-NO_WINDOW = 1 << 30
-
+_NO_WINDOW = 1 << 30
 _PROCESSORS, _SHARED_MEMORY = 16, 97  # CUdevice_attribute numbers
 
 
@@ -39,13 +40,88 @@ class Gpu(NamedTuple):
     shared_memory: int
 
 
-class SpanLaunch(NamedTuple):
-    """The tables of one step on the device, and the variant that they were cut for."""
+class Launches(NamedTuple):
+    """The launches of one plan for one geometry: everything that is the same in all layers.
 
-    variant: SpanVariant
-    members: mx.array
-    work: mx.array
-    partials: int
+    `table` and `attend` are None where no row has a span or a long tail; `spare` is how many span
+    slots of the compiled kernel are left over, `many` whether it takes the slab as well.
+    """
+
+    attend: Any
+    table: mx.array | None
+    partials: list[mx.array]
+    spare: int
+    many: bool
+    window: bool
+    finish: Any
+    rows: mx.array
+    scale: mx.array
+
+    def layer(
+        self,
+        queries: mx.array,
+        spans: Sequence[tuple[mx.array, mx.array]],
+        slab: tuple[mx.array, mx.array],
+        lengths: mx.array,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """One layer: queries and output [N, Hq, 1, D], spans [Hkv, P, D], slab [slots, Hkv,
+        capacity, D], lengths int32 [N]."""
+        partials = self.partials
+        if self.attend is not None:
+            inputs = [queries, self.table, self.scale]
+            if self.window:
+                inputs.append(lengths)
+            if self.many:
+                inputs += slab
+            for span in spans:
+                inputs += span
+            for _ in range(self.spare):
+                inputs += spans[0] if spans else (slab[0][0], slab[1][0])
+            partials = self.attend(inputs=inputs)
+        inputs = [queries, *slab, self.rows, lengths, *partials, self.scale]
+        if sinks is not None:
+            inputs.append(sinks.astype(queries.dtype))
+        out: list[mx.array] = self.finish(inputs=inputs)
+        return out[0]
+
+
+def make_launches(
+    geometry: Geometry,
+    tables: Tables,
+    variant: SpanVariant,
+    slots: Sequence[int],
+    begins: Sequence[int],
+    *,
+    spans: int,
+    long_tails: bool,
+    window: int,
+    scale: float,
+    sinks: bool,
+) -> Launches:
+    """Puts a plan's tables on the device and finds its kernels; `slots` and `begins` say where
+    each row's tail lies and where what the tail kernel does of it begins."""
+    many = spans > 1 or long_tails
+    capacity = MAX_SPANS if many else 1
+    attend, table = None, None
+    if len(tables.work):
+        attend = _bind_spans(geometry, tables, variant, capacity, window=bool(window))
+        table = mx.array(np.concatenate([tables.work.ravel(), tables.members.ravel()]))
+    columns = np.zeros((len(slots) + 1, 4), np.int32)
+    columns[:, 0], columns[:, 3] = tables.partial_begins, window or _NO_WINDOW
+    columns[:-1, 1], columns[:-1, 2] = slots, begins
+    heads, size = geometry.query_heads, geometry.head_size
+    return Launches(
+        attend,
+        table,
+        [mx.zeros((1, heads, size)), mx.zeros((1, heads))],
+        capacity - spans,
+        many,
+        bool(window),
+        _bind_tail(geometry, len(slots), sinks=sinks),
+        mx.array(columns),
+        mx.array(scale, mx.float32),
+    )
 
 
 @cache
@@ -92,81 +168,30 @@ def tiling(variant: SpanVariant, geometry: Geometry, device: Gpu) -> Tiling:
     return Tiling(variant.rows, variant.keys, blocks, geometry.ratio)
 
 
-def span_launch(variant: SpanVariant, tables: Tables) -> SpanLaunch:
-    """Puts the tables on the device."""
-    members, work = mx.array(tables.members), mx.array(tables.work)
-    return SpanLaunch(variant, members, work, tables.partials)
-
-
-def attend_spans(
-    queries: mx.array,
-    slab: tuple[mx.array, mx.array],
-    spans: list[mx.array],
-    lengths: mx.array,
-    launch: SpanLaunch,
-    geometry: Geometry,
-    scale: float,
-    *,
-    window: bool,
-) -> list[mx.array]:
-    """Partial outputs [partials, Hq, D], normalised in their chunk, and log2 sums [partials, Hq].
-
-    `spans` holds keys and values in turn, each [Hkv, P, D]; `slab` each [slots, Hkv, capacity, D].
-    """
-    slots = 1 if len(spans) <= 2 else MAX_SPANS
-    spare = spans[:2] or [slab[0][0], slab[1][0]]
-    inputs = [queries, *slab, lengths, launch.members, launch.work, _scalar(scale), *spans]
-    inputs += spare * (slots - len(spans) // 2)
-    program, kernel = _span_kernel(launch.variant, geometry.dtype, geometry.ratio, slots, window)
-    shape = launch.partials, geometry.query_heads
-    results: list[mx.array] = kernel(
-        inputs=inputs,
-        grid=(launch.work.shape[0] * program.threads, geometry.kv_heads, 1),
+def _bind_spans(
+    geometry: Geometry, tables: Tables, variant: SpanVariant, spans: int, *, window: bool
+) -> Any:
+    program, kernel = _span_kernel(variant, geometry.dtype, geometry.ratio, spans, window)
+    shape = tables.partials, geometry.query_heads
+    return partial(
+        kernel,
+        grid=(len(tables.work) * program.threads, geometry.kv_heads, 1),
         threadgroup=(program.threads, 1, 1),
         output_shapes=[(*shape, geometry.head_size), shape],
         output_dtypes=[mx.float32, mx.float32],
     )
-    return results
 
 
-def finish(
-    queries: mx.array,
-    slab: tuple[mx.array, mx.array],
-    rows: tuple[mx.array, mx.array, mx.array, mx.array],
-    partials: list[mx.array],
-    geometry: Geometry,
-    scale: float,
-    window: int,
-    sinks: mx.array | None,
-) -> mx.array:
-    """The step's output [N, Hq, 1, D]: tails, merged with partials and sinks.
-
-    `rows` are int32 arrays: slots [N], begins [N], lengths [N], partial_begins [N + 1].
-    """
-    inputs = [queries, *slab, *rows, *partials, _scalar(window or NO_WINDOW), _scalar(scale)]
-    if sinks is not None:
-        inputs.append(sinks.astype(queries.dtype))
-    program, kernel = _tail_kernel(geometry, sinks is not None)
+def _bind_tail(geometry: Geometry, rows: int, *, sinks: bool) -> Any:
+    program, kernel = _tail_kernel(geometry, sinks)
     head_blocks = geometry.kv_heads * -(-geometry.ratio // 16)
-    results: list[mx.array] = kernel(
-        inputs=inputs,
-        grid=(head_blocks * program.threads, queries.shape[0], 1),
+    return partial(
+        kernel,
+        grid=(head_blocks * program.threads, rows, 1),
         threadgroup=(program.threads, 1, 1),
-        output_shapes=[queries.shape],
-        output_dtypes=[queries.dtype],
+        output_shapes=[(rows, geometry.query_heads, 1, geometry.head_size)],
+        output_dtypes=[getattr(mx, geometry.dtype)],
     )
-    return results[0]
-
-
-@cache
-def no_partials(query_heads: int, head_size: int) -> list[mx.array]:
-    """Stands for the partials of a step without spans."""
-    return [mx.zeros((1, query_heads, head_size)), mx.zeros((1, query_heads))]
-
-
-@cache
-def _scalar(value: float) -> mx.array:
-    return mx.array(value, mx.float32 if isinstance(value, float) else mx.int32)
 
 
 @cache

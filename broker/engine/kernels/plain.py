@@ -91,5 +91,5 @@ def attend_tails(
 
 
 def merge(partials: Sequence[Partial], sinks: mx.array | None, dtype: mx.Dtype) -> mx.array:
-    """The step's output [N, Hq, 1, D]; a row that sees nothing gets zeros."""
+    """The step's output [N, Hq, 1, D]."""
     return merge_partials(partials, sinks).astype(dtype)

@@ -4,6 +4,8 @@
 //
 // A block has WARPS warps of 16 folded query rows and reads tiles of KEYS keys through a ring of STAGES tiles.
 
+namespace shared_attention {
+
 // The left operand of every 16-dim step of a 16-row block of queries, read straight from memory.
 template <int D, int R>
 DEVICE void load_queries(unsigned (&operand)[D / 16][4], const Element* queries, long long row_stride, long long head_stride,
@@ -50,7 +52,8 @@ DEVICE void span_mma(const Element* queries, long long query_row, long long quer
 
   unsigned query[D / 16][4];
   load_queries<D, R>(query, queries, query_row, query_head, work, members, folded, head_base, lane);
-  int begin[2] = {0, 0};
+  int begin[2] = {0, 0}, place[2];
+  partial_places<R>(place, work, members, folded, head_base, gridDim.y * R, lane);
   if (WINDOW) window_begins<R>(begin, work, members, lengths, folded, lane);
   float accumulator[D / 2];
 #pragma unroll
@@ -105,5 +108,7 @@ DEVICE void span_mma(const Element* queries, long long query_row, long long quer
   }
   wait_for_copies<0>();
   if (has_rows)
-    store_partial<D, R>(out, log_sum, accumulator, softmax, scale, work, members, folded, head_base, gridDim.y * R, lane);
+    store_partial<D>(out, log_sum, accumulator, softmax, scale, place, lane);
 }
+
+}  // namespace shared_attention

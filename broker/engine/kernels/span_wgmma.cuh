@@ -2,6 +2,8 @@
 // warpgroups of 64 folded query rows and reads tiles of 128 keys. The scores of tile t are computed while the values of tile
 // t - 1 are summed, and the softmax of tile t runs under that second product.
 
+namespace shared_attention {
+
 constexpr int WGMMA_KEYS = 128;
 
 #define REGISTERS_32                                                                                           \
@@ -101,7 +103,7 @@ DEVICE void span_wgmma(const Element* queries, long long query_row, long long qu
       multiply_weights(accumulator, weights[step], value_view + ((slot * TILE + step * 16 * PANEL_ROW) >> 4));
     close_products();
   };
-  int begin[2] = {0, 0};
+  int begin[2] = {0, 0}, place[2];
   Softmax<2> softmax;
   softmax.clear();
   auto weigh = [&](int tile) {
@@ -119,12 +121,13 @@ DEVICE void span_wgmma(const Element* queries, long long query_row, long long qu
   copy(keys, segment.key_token, key_ring, 0, 0);
   copy_queries<D, R, ROWS, THREADS>(query_tile, queries, query_row, query_head, work, members, head_base);
   close_copy_group();
-#pragma unroll
+#pragma unroll 1
   for (int i = 1; i < STAGES; i++) {
     copy(values, segment.value_token, value_ring, i - 1, i - 1);
     copy(keys, segment.key_token, key_ring, i, i);
     close_copy_group();
   }
+  partial_places<R>(place, work, members, folded, head_base, gridDim.y * R, lane);
   if (WINDOW) window_begins<R>(begin, work, members, lengths, folded, lane);
 #pragma unroll
   for (int i = 0; i < D / 2; i++) accumulator[i] = 0.f;
@@ -165,5 +168,7 @@ DEVICE void span_wgmma(const Element* queries, long long query_row, long long qu
   start_sums(before);
   wait_for_products<0>();
   products_are_ready(accumulator);
-  store_partial<D, R>(out, log_sum, accumulator, softmax, scale, work, members, folded, head_base, gridDim.y * R, lane);
+  store_partial<D>(out, log_sum, accumulator, softmax, scale, place, lane);
 }
+
+}  // namespace shared_attention

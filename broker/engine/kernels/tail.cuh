@@ -1,10 +1,13 @@
-// The end of a decode step's attention, one block for each row and each KV head (or 16 of its query heads): four warps attend
-// to the row's own tail, four merge the partial results of its spans, then everything is combined, sinks included.
+// The end of a decode step's attention, one block for each row and each KV head (or 16 of its query heads): while the first
+// tiles of the row's own tail are on their way, four warps merge the partial results of the row's spans, a head each; then they
+// attend to the tail, and everything is combined, sinks included.
 //
-// Tiles of 16 keys go round the attending warps. Each warp has its own ring of tiles, so that warps never wait for one
-// another; after its last tile the ring takes the warp's result.
+// Tiles of 16 keys go round the warps. Each warp has its own ring of tiles, so that warps never wait for one another; after its
+// last tile the ring takes the warp's result.
 
-constexpr int ATTENDING_WARPS = 4, MERGING_WARPS = 4, TAIL_KEYS = 16;
+namespace shared_attention {
+
+constexpr int TAIL_WARPS = 4, TAIL_KEYS = 16;
 
 __host__ __device__ constexpr int tail_heads(int ratio) { return ratio < 16 ? ratio : 16; }
 __host__ __device__ constexpr int tail_ring_bytes(int dims, int stages) { return stages * 2 * tile_bytes(TAIL_KEYS, dims); }
@@ -76,10 +79,11 @@ template <int HALVES> DEVICE void add_values(float* accumulator, const unsigned 
 }
 
 // One warp attends to every fourth 16-key tile of keys [begin, end) and leaves its sums [heads, D] where its ring was.
-template <int D, int HEADS, int STAGES>
+// `meanwhile` is called when the first copies have started.
+template <int D, int HEADS, int STAGES, typename Meanwhile>
 DEVICE void attend_tail(Part* parts, float* result, const Element* queries, long long query_head, int heads, const Element* keys,
                         long long key_token, const Element* values, long long value_token, int begin, int end, float scale,
-                        int warp, int lane) {
+                        int warp, int lane, Meanwhile meanwhile) {
   constexpr int HALVES = HEADS > 8 ? 2 : 1, TILE = tile_bytes(TAIL_KEYS, D);
   const int matrix = lane >> 3, matrix_row = lane & 7, group = lane >> 2, column = 2 * (lane & 3);
   const unsigned ring = shared_address(result);
@@ -91,8 +95,9 @@ DEVICE void attend_tail(Part* parts, float* result, const Element* queries, long
     }
     close_copy_group();
   };
-#pragma unroll
-  for (int i = 0; i < STAGES; i++) copy(warp + i * ATTENDING_WARPS, i);
+#pragma unroll 1
+  for (int i = 0; i < STAGES; i++) copy(warp + i * TAIL_WARPS, i);
+  meanwhile();
 
   unsigned query[D / 16][2 * HALVES];
 #pragma unroll
@@ -115,7 +120,7 @@ DEVICE void attend_tail(Part* parts, float* result, const Element* queries, long
   const int nothing_hidden[HALVES] = {};
 
   int slot = 0;
-  for (int tile = warp; begin + tile * TAIL_KEYS < end; tile += ATTENDING_WARPS) {
+  for (int tile = warp; begin + tile * TAIL_KEYS < end; tile += TAIL_WARPS) {
     wait_for_copies<STAGES - 1>();
     __syncwarp();
     const unsigned key_tile = ring + slot * 2 * TILE, value_tile = key_tile + TILE;
@@ -148,7 +153,7 @@ DEVICE void attend_tail(Part* parts, float* result, const Element* queries, long
       add_values<HALVES>(accumulator + 4 * HALVES * step + 2 * HALVES, weight, value[2], value[3]);
     }
     __syncwarp();
-    copy(tile + STAGES * ATTENDING_WARPS, slot);
+    copy(tile + STAGES * TAIL_WARPS, slot);
     slot = slot + 1 == STAGES ? 0 : slot + 1;
   }
   wait_for_copies<0>();
@@ -166,59 +171,58 @@ DEVICE void attend_tail(Part* parts, float* result, const Element* queries, long
   }
 }
 
+// One row of the batch: where its partials begin (the next row's begin where they end), the slot of its tail, the first token
+// in it that is left to attend to, and how many tokens back its window reaches.
+struct Row {
+  int partials, slot, begin, window;
+};
+
 // The arrays of a launch, and where a block finds its own part of them.
 struct Tail {
   const Element* queries;
   long long query_row, query_head;
   Segment slab;
-  const int* slots;
-  const int* begins;
+  const Row* rows;
   const int* lengths;
-  const int* partial_begins;
   const float* partial_out;
   const float* partial_log_sum;
   const Element* sinks;
-  int window;
   float scale;
 };
 
 template <int D, int R, int STAGES, bool SINKS>
 DEVICE void tail_and_merge(const Tail& tail, Element* out, unsigned char* buffer) {
-  constexpr int HEADS = tail_heads(R), BLOCKS = (R + 15) / 16, PARTS = ATTENDING_WARPS + 1;
+  constexpr int HEADS = tail_heads(R), BLOCKS = (R + 15) / 16, PARTS = TAIL_WARPS + 1;
   constexpr int RING = tail_ring_bytes(D, STAGES) / 4, COLUMNS = (D + 127) / 128;
   static_assert(HEADS * D <= RING, "a warp's ring must hold its result");
   __shared__ Part parts[PARTS][HEADS];
-  float* results = (float*)buffer;  // one ring for each attending warp, then the merged spans
+  float* results = (float*)buffer;  // one ring for each warp, then the merged spans
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, row = blockIdx.y;
   const int kv_head = blockIdx.x / BLOCKS, block = blockIdx.x % BLOCKS, all_heads = gridDim.x / BLOCKS * R;
   const int head_base = kv_head * R + block * 16, heads = min(HEADS, R - block * 16);
-  const float scale = tail.scale * LOG2_E;
-  if (warp < ATTENDING_WARPS) {
-    const int end = tail.lengths[row], begin = max(tail.begins[row], end - tail.window);
-    const Segment& slab = tail.slab;
-    const long long slot = tail.slots[row];
-    attend_tail<D, HEADS, STAGES>(parts[warp], results + warp * RING,
-                                  tail.queries + row * tail.query_row + head_base * tail.query_head, tail.query_head, heads,
-                                  slab.keys + slot * slab.key_slot + kv_head * slab.key_head, slab.key_token,
-                                  slab.values + slot * slab.value_slot + kv_head * slab.value_head, slab.value_token, begin, end,
-                                  scale, warp, lane);
-  } else {
-    const int first = tail.partial_begins[row], count = tail.partial_begins[row + 1] - first;
+  const Row self = tail.rows[row];
+  const int partials = tail.rows[row + 1].partials - self.partials;
+  const int end = tail.lengths[row], begin = max(self.begin, end - self.window);
+  const Segment& slab = tail.slab;
+  auto merge_spans = [&]() {
 #pragma unroll 1
-    for (int head = warp - ATTENDING_WARPS; head < heads; head += MERGING_WARPS) {
+    for (int head = warp; head < heads; head += TAIL_WARPS) {
       float4 total[COLUMNS];
       const Part part = merge_partials<D>(total, tail.partial_out, tail.partial_log_sum,
-                                          (long long)first * all_heads + head_base + head, count, all_heads, lane);
+                                          (long long)self.partials * all_heads + head_base + head, partials, all_heads, lane);
 #pragma unroll
       for (int c = 0; c < COLUMNS; c++)
-        if ((c * 32 + lane) * 4 < D)
-          *(float4*)(results + ATTENDING_WARPS * RING + head * D + (c * 32 + lane) * 4) = total[c];
-      if (lane == 0) parts[ATTENDING_WARPS][head] = part;
+        if ((c * 32 + lane) * 4 < D) *(float4*)(results + TAIL_WARPS * RING + head * D + (c * 32 + lane) * 4) = total[c];
+      if (lane == 0) parts[TAIL_WARPS][head] = part;
     }
-  }
+  };
+  attend_tail<D, HEADS, STAGES>(parts[warp], results + warp * RING, tail.queries + row * tail.query_row + head_base * tail.query_head,
+                                tail.query_head, heads, slab.keys + self.slot * slab.key_slot + kv_head * slab.key_head,
+                                slab.key_token, slab.values + self.slot * slab.value_slot + kv_head * slab.value_head,
+                                slab.value_token, begin, end, tail.scale * LOG2_E, warp, lane, merge_spans);
   __syncthreads();
 #pragma unroll 1
-  for (int i = threadIdx.x; i < heads * D / 2; i += 32 * (ATTENDING_WARPS + MERGING_WARPS)) {
+  for (int i = threadIdx.x; i < heads * D / 2; i += 32 * TAIL_WARPS) {
     const int head = 2 * i / D, dim = 2 * i % D;
     float maximum = MINUS_INFINITY, sum = 0.f, sink = 0.f;
     float2 total = make_float2(0.f, 0.f);
@@ -239,3 +243,5 @@ DEVICE void tail_and_merge(const Tail& tail, Element* out, unsigned char* buffer
     *(unsigned*)(out + ((long long)row * all_heads + head_base + head) * D + dim) = pack(total.x * inverse, total.y * inverse);
   }
 }
+
+}  // namespace shared_attention
