@@ -119,8 +119,10 @@ def test_demo_prints_lines_and_a_table_and_leaves_no_thread(capsys: Captured) ->
     assert "2 agents" in printed
 
 
-@pytest.mark.parametrize("option", ["--agents", "--max-tokens"])
-@pytest.mark.parametrize("value", ["0", "-3"])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--agents", "0"), ("--agents", "-3"), ("--agents", "9" * 20), ("--max-tokens", "0")],
+)
 def test_numbers_out_of_range(capsys: Captured, option: str, value: str) -> None:
     assert f"{option} is {value}" in complaint(capsys, "demo", f"{option}={value}")
 

@@ -20,6 +20,7 @@ from .report import Run, read_run
 from .tables import print_comparison, print_run
 from .texts import handbook, tasks_for
 
+MOST_AGENTS = 1024
 MAX_TOKENS = 48
 MAX_TOKENS_SLOW = 32
 
@@ -35,8 +36,8 @@ class Options(Struct, frozen=True, kw_only=True):
 
     def validate(self) -> None:
         """Raise `InvalidRequest` for a number out of range."""
-        if self.agents < 1:
-            raise InvalidRequest(f"--agents is {self.agents}; it must be at least 1")
+        if not 1 <= self.agents <= MOST_AGENTS:
+            raise InvalidRequest(f"--agents is {self.agents}; it must be from 1 to {MOST_AGENTS}")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise InvalidRequest(f"--max-tokens is {self.max_tokens}; it must be at least 1")
 
