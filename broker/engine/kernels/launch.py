@@ -76,8 +76,7 @@ class Launches(NamedTuple):
                 inputs += slab
             for span in spans:
                 inputs += span
-            for _ in range(self.spare):
-                inputs += spans[0] if spans else (slab[0][0], slab[1][0])
+            inputs += [*slab] * self.spare  # never read
             partials = self.attend(inputs=inputs)
         inputs = [queries, *slab, self.rows, lengths, *partials, self.scale]
         if sinks is not None:
