@@ -17,8 +17,9 @@ class PromptLease:
     """A clone at offset `length`, and its pins. A context manager; releasing twice is harmless.
 
     `tokens` are the `length` tokens whose KV the clone holds; `caches` is one cache object a layer.
-    Running a model on them never changes the donor. `ram_tokens` and `cold_tokens` say where they
-    came from and add up to `length`; `plan` says why there are no more.
+    Running a model on them never changes the donor. `ranges` are the parts of extents that they
+    read, from position 0 on. `ram_tokens` and `cold_tokens` say where they came from and add up to
+    `length`; `plan` says why there are no more.
     """
 
     def __init__(
@@ -29,9 +30,11 @@ class PromptLease:
         namespace: str,
         plan: Plan,
         on_release: Callable[["PromptLease"], None],
+        ranges: tuple[ExtentRange, ...] = (),
     ) -> None:
         self.tokens = tokens
         self.caches = caches
+        self.ranges = ranges
         self.namespace = namespace
         self.plan = plan
         self._on_release: Callable[[PromptLease], None] | None = on_release
@@ -60,7 +63,7 @@ class PromptLease:
         """Give the pins back and drop the clone's caches. Only the first call does something."""
         hook, self._on_release = self._on_release, None
         if hook is not None:
-            self.caches = []
+            self.caches, self.ranges = [], ()
             hook(self)
 
     def __enter__(self) -> Self:
@@ -104,6 +107,7 @@ class Lender:
             namespace=space.name,
             plan=plan,
             on_release=self._released,
+            ranges=tuple(lent),
         )
         self._out[lease] = _Loan(node, lent, 0)
         return lease

@@ -162,6 +162,17 @@ class PromptCache:
         self._holdings.use_checkpoint(node)
         return self._lender.lend(space, node, plan)
 
+    def renew(self, tokens: TokenSource, namespace: str = "") -> PromptLease | None:
+        """A lease on what RAM has of a prompt that runs already; no look-up is counted."""
+        self._settle()
+        wanted, space = as_tokens(tokens), self._peek(namespace)
+        look = self._lookup.look(wanted, space)
+        if not look.plan.ram_tokens:
+            return None
+        node = self._intake.boundary(space, look.match.walk, look.plan.ram_tokens)
+        plan = msgspec.structs.replace(look.plan, cold_tokens=0)
+        return self._lender.lend(space, node, plan)
+
     def peek_prefix_len(self, tokens: TokenSource, namespace: str = "") -> int:
         """Tokens of a prompt that RAM can serve. Refreshes nothing."""
         wanted = as_tokens(tokens)

@@ -3,7 +3,8 @@ caches.
 
 `install` puts one dispatcher in place of the function, in `mlx_lm.models.base` and in every
 loaded module that holds it. The dispatcher looks at the keys: a `KVHandle` is attended to segment
-by segment, arrays go to mlx-lm's own function, untouched.
+by segment, a `BatchHandle` as a decode step of many rows, arrays go to mlx-lm's own function,
+untouched.
 """
 
 import sys
@@ -14,6 +15,7 @@ import mlx.core as mx
 from mlx_lm.models import base
 
 from ..cache.segments import KVHandle
+from .batch_caches import BatchHandle
 from .partials import merge_partials, partial_attention
 
 __all__ = ["attend", "install", "installed", "merge_partials", "partial_attention", "uninstall"]
@@ -32,6 +34,8 @@ def dispatch(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """What models call instead of mlx-lm's function; same arguments, same result."""
+    if isinstance(keys, BatchHandle) and isinstance(values, BatchHandle):
+        return keys.attend(queries, scale, mask, sinks)
     if not isinstance(keys, KVHandle):
         result: mx.array = STOCK(
             queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks

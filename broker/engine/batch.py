@@ -1,31 +1,54 @@
 """The batch lane: continuous batching over stock mlx-lm models.
 
 Prompts are prefilled one row at a time, chunk by chunk, on the lease's own caches; rows then decode
-together in mlx-lm's `BatchGenerator`, which gets isolated copies of their caches.
+together. They share their prefixes (`shared.py`), unless the model cannot use our caches: then each
+has a copy (`replicated.py`), and the statistics say why.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, Protocol
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator
+from msgspec import Struct
 
 from ..affinity import ThreadGuard
-from ..cache.kinds import materialise
+from ..cache.intake import Row as StoredRow
 from ..cache.prefix_hash import Tokens
 from ..cache.prompt_cache import PromptCache
-from ..errors import EngineFailed, SwarmError
+from ..errors import SwarmError
 from ..models import LoadedModel
-from .row import Row
+from .batch_test import batch_test
+from .decode_batch import DecodeStatistics
+from .replicated import ReplicatedDecoder
+from .row import Row, RowToken
 from .self_test import self_test
+from .shared import SharedDecoder
+
+__all__ = ["BatchLane", "LaneStatistics", "RowToken"]
 
 
-class RowToken(NamedTuple):
-    """One output token of a row. `finish_reason` is set with the row's last one."""
+class LaneStatistics(Struct, frozen=True, kw_only=True):
+    """How rows decode, `shared` or `replicated`, why not shared, and what the batch holds now."""
 
-    row: Row
-    token: int
-    finish_reason: str | None
+    prefixes: Literal["shared", "replicated"]
+    reason: str
+    batch: DecodeStatistics
+
+
+class Decoder(Protocol):
+    """Decodes the rows that joined it; a failed `step` loses them all, `reset` starts anew."""
+
+    @property
+    def running(self) -> list[Row]: ...
+    def join(self, row: Row) -> None: ...
+    def step(self) -> list[RowToken]: ...
+    def holds(self, row: Row) -> bool: ...
+    def computed(self, row: Row) -> tuple[Sequence[int] | Tokens, Sequence[Any] | StoredRow]: ...
+    def remove(self, row: Row) -> None: ...
+    def reset(self) -> None: ...
+    def close(self) -> None: ...
+    def statistics(self) -> DecodeStatistics: ...
+    def check_integrity(self) -> None: ...
 
 
 class BatchLane:
@@ -40,15 +63,19 @@ class BatchLane:
         self._guard.check()
         self._model = model
         self._cache = cache
-        self._max_rows = max_rows
         self._self_test = self_test(model.model)
-        self._running: dict[int, Row] = {}
-        self._generator: Any = self._new_generator()
+        verdict, layout = batch_test(model.model, model.make_caches)
+        self._reason = verdict.reason
+        self._decoder: Decoder = (
+            ReplicatedDecoder(model, max_rows)
+            if layout is None
+            else SharedDecoder(model, cache, layout)
+        )
 
     @property
     def running(self) -> Sequence[Row]:
         """The rows that decode."""
-        return list(self._running.values())
+        return self._decoder.running
 
     def open(self, row: Row) -> None:
         """Give the row its caches: a clone of what the prompt cache has, or empty ones."""
@@ -78,22 +105,10 @@ class BatchLane:
     def join(self, row: Row) -> None:
         """Let the row, whose prompt is computed up to its last token, decode with the others."""
         self._guard.check()
-        caches = materialise(row.caches) if row.position else self._model.make_caches()
-        mx.eval([cache.state for cache in caches if row.position])
-        unbatchable = next((cache for cache in caches if not hasattr(cache, "merge")), None)
-        if unbatchable is not None:
-            name = type(unbatchable).__name__
-            raise EngineFailed(f"{name} cannot be batched with history; no other lane exists yet")
-        (row.uid,) = self._generator.insert(
-            [row.prompt[-1:].tolist()],
-            max_tokens=[row.max_tokens],
-            caches=[caches],
-            all_tokens=[row.prompt[:-1].tolist()],
-            samplers=[row.sampler],
-        )
-        self._running[row.uid] = row
-        self._let_go(row)
-        mx.clear_cache()
+        self._decoder.join(row)
+        row.caches = []
+        if isinstance(self._decoder, ReplicatedDecoder):
+            self._let_go(row)
 
     def step(self) -> list[RowToken]:
         """One token for each running row (none for rows that joined just now).
@@ -101,53 +116,55 @@ class BatchLane:
         A row with a finish reason has left the batch; end it with `keep` or `discard`.
         """
         self._guard.check()
-        _, responses = self._generator.next()
-        return [self._received(response) for response in responses]
+        return self._decoder.step()
 
     def keep(self, row: Row) -> int:
         """End the row wherever it is and put what it computed; how many tokens were kept."""
         self._guard.check()
-        if row.uid is not None:
-            removed = self._generator.remove([row.uid], return_prompt_caches=True)
-            row.caches, row.forwarded = removed[row.uid]
-            self._forget(row)
-        tokens = row.prompt[: row.position] if row.forwarded is None else row.forwarded
-        kept = len(tokens) if len(tokens) and self._put(row, tokens, row.caches) else 0
-        self._let_go(row)
-        return kept
+        try:
+            tokens, held = self._computed(row)
+            return len(tokens) if len(tokens) and self._put(row, tokens, held) else 0
+        finally:
+            self.discard(row)
 
     def discard(self, row: Row) -> None:
         """End the row wherever it is, and keep nothing."""
         self._guard.check()
-        if row.uid is not None:
-            self._generator.remove([row.uid])
-            self._forget(row)
+        self._decoder.remove(row)
         self._let_go(row)
 
     def reset(self) -> None:
         """Drop the batch after a step that failed; its rows have left."""
         self._guard.check()
-        for row in self.running:
-            self._forget(row)
-        self._generator.close()
-        self._generator = self._new_generator()
+        self._decoder.reset()
 
     def close(self) -> None:
         """End the batch and wait for what still runs."""
         self._guard.check()
-        self._generator.close()
-        self._generator = None
+        self._decoder.close()
         # A thread that ends with work in flight can abort the process.
         mx.synchronize()
 
-    def _received(self, response: Any) -> RowToken:
-        row = self._running[response.uid]
-        if response.finish_reason is not None:
-            self._forget(row)
-            row.caches, row.forwarded = response.prompt_cache, response.all_tokens
-        return RowToken(row, response.token, response.finish_reason)
+    def statistics(self) -> LaneStatistics:
+        """How rows decode, and what the batch holds now."""
+        return LaneStatistics(
+            prefixes="replicated" if isinstance(self._decoder, ReplicatedDecoder) else "shared",
+            reason=self._reason,
+            batch=self._decoder.statistics(),
+        )
 
-    def _put(self, row: Row, tokens: Sequence[int] | Tokens, caches: Sequence[Any]) -> bool:
+    def check_integrity(self) -> None:
+        """Assert what must hold between two turns."""
+        self._decoder.check_integrity()
+
+    def _computed(self, row: Row) -> tuple[Sequence[int] | Tokens, Sequence[Any] | StoredRow]:
+        if self._decoder.holds(row):
+            return self._decoder.computed(row)
+        return row.prompt[: row.position], row.caches
+
+    def _put(
+        self, row: Row, tokens: Sequence[int] | Tokens, caches: Sequence[Any] | StoredRow
+    ) -> bool:
         """Put, where a refusal costs nobody anything but the next hit."""
         self._guard.check()
         if not row.reads_cache:
@@ -157,23 +174,8 @@ class BatchLane:
         except SwarmError:
             return False
 
-    def _forget(self, row: Row) -> None:
-        assert row.uid is not None
-        del self._running[row.uid]
-        row.uid = None
-
     def _let_go(self, row: Row) -> None:
         row.caches = []
         if row.lease is not None:
             row.lease.release()
             row.lease = None
-
-    def _new_generator(self) -> Any:
-        return BatchGenerator(
-            self._model.model,
-            stop_tokens=[[token] for token in sorted(self._model.tokenizer.eos_token_ids)],
-            completion_batch_size=self._max_rows,
-            prefill_batch_size=self._max_rows,
-            # One stream for everything, so that what is put or taken is ordered with the steps.
-            stream=mx.default_stream(mx.default_device()),
-        )

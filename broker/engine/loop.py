@@ -20,7 +20,7 @@ from ..request import Completed, Delta, FinishReason, RequestId, Started, Usage
 from ..trace import events
 from ..trace.recorder import Recorder
 from .admission import Admission
-from .batch import BatchLane, RowToken
+from .batch import BatchLane, LaneStatistics, RowToken
 from .row import Row
 from .sampling import RowSampler
 from .scheduler import Admit, Decode, Prefill, Scheduler, SchedulerStatistics, Store, Wait
@@ -28,10 +28,13 @@ from .submission import Submission
 
 
 class EngineStatistics(Struct, frozen=True, kw_only=True):
-    """Requests by state, what all requests together have cost so far, and the prompt cache."""
+    """Requests by state, what all requests together have cost so far, the batch lane, and the
+    prompt cache.
+    """
 
     requests: SchedulerStatistics
     usage: Usage
+    lane: LaneStatistics
     cache: CacheStatistics
 
 
@@ -96,6 +99,7 @@ class EngineLoop:
         return EngineStatistics(
             requests=self.scheduler.statistics(),
             usage=self._usage,
+            lane=self.lane.statistics(),
             cache=self.cache.statistics(),
         )
 
@@ -106,7 +110,9 @@ class EngineLoop:
         counts = self.scheduler.statistics()
         leased = [row for row in self._rows.values() if row.lease is not None]
         assert counts.decoding == len(self.lane.running)
-        assert counts.prefilling >= len(leased) == self.cache.statistics().leases
+        open_rows = counts.prefilling + counts.decoding
+        assert open_rows >= len(leased) == self.cache.statistics().leases
+        self.lane.check_integrity()
 
     def turn(self) -> bool:
         """Do the next piece of work; False if there is none."""

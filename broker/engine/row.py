@@ -1,7 +1,6 @@
 """One request on its way through the engine."""
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..cache.lease import PromptLease
 from ..cache.plan import Plan
@@ -14,9 +13,8 @@ from .text import TextStream
 class Row:
     """What the engine knows of one request: prompt, KV, output, and when things happened.
 
-    `position` counts the prompt tokens whose KV `caches` holds; once the row has left the batch,
-    `caches` holds that of `forwarded` instead, which is the prompt and the output. `uid` is the
-    row's number in the batch while it decodes. Times are on the recorder's clock.
+    `position` counts the prompt tokens whose KV `caches` holds, until the row decodes. Times are on
+    the recorder's clock.
     """
 
     def __init__(
@@ -48,8 +46,6 @@ class Row:
         self.position = 0
         self.ram_tokens = 0
         self.cold_tokens = 0
-        self.forwarded: Sequence[int] | None = None
-        self.uid: int | None = None
         self.output: list[int] = []
         self.submitted = submitted
         self.admitted: float | None = None
@@ -78,3 +74,11 @@ class Row:
             prefill_seconds=joined - admitted,
             decode_seconds=now - joined,
         )
+
+
+class RowToken(NamedTuple):
+    """One output token of a row. `finish_reason` is set with the row's last one."""
+
+    row: Row
+    token: int
+    finish_reason: str | None

@@ -6,9 +6,12 @@ runs beside it and can be continued anywhere.
 
 import itertools
 import secrets
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, greedy_sampler
 
 from ..request import Sampling
@@ -68,15 +71,61 @@ class RowSampler:
             return mx.argmax(logprobs, axis=-1)
 
     def _choose(self, logprobs: mx.array, key: mx.array) -> mx.array:
-        """The filters of mlx-lm in the order of its `make_sampler`, then one draw."""
-        wanted = self.sampling
-        if wanted.top_p < 1.0:
-            logprobs = apply_top_p(logprobs, wanted.top_p)
-        if wanted.min_p > 0.0:
-            logprobs = apply_min_p(logprobs, wanted.min_p)
-        if 0 < wanted.top_k < logprobs.shape[-1]:
-            logprobs = apply_top_k(logprobs, wanted.top_k)
-        return mx.random.categorical(logprobs * (1 / wanted.temperature), key=key)
+        return draw(self.sampling, logprobs, key[None])
+
+
+def draw(sampling: Sampling, logprobs: mx.array, keys: mx.array) -> mx.array:
+    """One token for each row of log-probabilities [rows, vocabulary], with keys [rows, 2].
+
+    The filters of mlx-lm in the order of its `make_sampler`, then the largest of the scaled
+    log-probabilities with Gumbel noise, whose key alone decides what a row gets.
+    """
+    if sampling.top_p < 1.0:
+        logprobs = apply_top_p(logprobs, sampling.top_p)
+    if sampling.min_p > 0.0:
+        logprobs = apply_min_p(logprobs, sampling.min_p)
+    if 0 < sampling.top_k < logprobs.shape[-1]:
+        logprobs = apply_top_k(logprobs, sampling.top_k)
+    shape = logprobs.shape[-1:]
+    noise = mx.vmap(lambda key: mx.random.gumbel(shape, key=key))(keys)
+    return mx.argmax(logprobs * (1 / sampling.temperature) + noise, axis=-1)
+
+
+def sample(logits: mx.array, samplers: Sequence[Any]) -> mx.array:
+    """The next tokens [rows] of rows with logits [rows, vocabulary], each by its own sampler.
+
+    Rows of equal settings are drawn in one call; what a row gets does not depend on the others.
+    """
+    greedy = mx.argmax(logits, axis=-1)
+    alike: dict[Sampling, list[int]] = {}
+    for row, sampler in enumerate(samplers):
+        if isinstance(sampler, RowSampler):
+            settings = msgspec.structs.replace(sampler.sampling, seed=None)
+            alike.setdefault(settings, []).append(row)
+    for settings, rows in alike.items():
+        chosen = logits if len(rows) == len(samplers) else logits[mx.array(rows)]
+        logprobs = chosen - mx.logsumexp(chosen, axis=-1, keepdims=True)
+        drawn = _draw_alike(settings, logprobs, [samplers[row] for row in rows])
+        greedy = drawn if len(rows) == len(samplers) else _put(greedy, rows, drawn)
+    return greedy
+
+
+def _draw_alike(settings: Sampling, logprobs: mx.array, samplers: Sequence[RowSampler]) -> mx.array:
+    if len(samplers) > 1:
+        with suppress(Exception):  # then each on its own, to see whose error it is
+            seeds = [fold(sampler.seed, sampler.index) for sampler in samplers]
+            keys = mx.array([divmod(seed, 1 << 32) for seed in seeds], mx.uint32)
+            tokens = draw(settings, logprobs, keys)
+            for sampler in samplers:
+                sampler.index += 1
+            return tokens
+    return mx.concatenate(
+        [sampler(logprobs[row : row + 1]) for row, sampler in enumerate(samplers)]
+    )
+
+
+def _put(tokens: mx.array, rows: Sequence[int], drawn: mx.array) -> mx.array:
+    return mx.put_along_axis(tokens, mx.array(list(rows)), drawn.astype(tokens.dtype), axis=0)
 
 
 def sampler_for(sampling: Sampling, seeds: SeedSource) -> Any:

@@ -59,8 +59,8 @@ def self_test(model: Any) -> SelfTest:
         got = _continue(model, clones)
     except Exception as error:  # any failure at all means: this model cannot use clones
         return SelfTest(False, f"{type(error).__name__}: {error}")
-    tolerance = max(NOISE * noise, FLOOR.get(dtype, 2e-2) * _size(expected))
-    error_size = _size(got - expected)
+    tolerance = max(NOISE * noise, FLOOR.get(dtype, 2e-2) * size(expected))
+    error_size = size(got - expected)
     if not error_size <= tolerance:
         reason = f"logits differ by {error_size:.3g}, at most {tolerance:.3g} is allowed"
         return SelfTest(False, reason, error_size, tolerance)
@@ -74,7 +74,7 @@ def _stock_run(model: Any) -> tuple[mx.array, float, list[Any]]:
     _logits(model, PROMPT, continued)
     expected = _continue(model, continued)
     in_one_piece = _logits(model, PROMPT + SUFFIX + DECODED, make_prompt_cache(model))
-    return expected, _size(in_one_piece[len(PROMPT) :] - expected), caches
+    return expected, size(in_one_piece[len(PROMPT) :] - expected), caches
 
 
 def _continue(model: Any, caches: list[Any]) -> mx.array:
@@ -89,7 +89,7 @@ def _logits(model: Any, tokens: Sequence[int], caches: list[Any]) -> mx.array:
     return logits
 
 
-def _size(logits: mx.array) -> float:
+def size(logits: mx.array) -> float:
     size = mx.sqrt(mx.square(logits).mean()).item()
     assert isinstance(size, float)
     return size

@@ -6,9 +6,10 @@ returns. What cannot be taken raises `CacheError`, a class that no codec knows
 `UnsupportedCacheKind`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -38,8 +39,11 @@ __all__ = [
     "held_runs",
     "layout_of",
     "materialise",
+    "nest",
     "seal",
+    "segments_of",
     "snapshot",
+    "states_of",
     "validate",
 ]
 
@@ -97,6 +101,23 @@ def held_runs(caches: Sequence[Any], layout: Layout) -> tuple[Runs, ...]:
             held = intersect_runs(held, found[leaf])
         result.append(held)
     return tuple(result)
+
+
+def segments_of(caches: Sequence[Any]) -> list[Sequence[Segment]]:
+    """What every leaf of filled caches holds, ascending: views; nothing for a state leaf."""
+    return [_segments(cache) for cache in _flatten(caches)]
+
+
+def states_of(caches: Sequence[Any]) -> list[list[mx.array | None]]:
+    """The arrays of every leaf, as they are; none for a token leaf."""
+    return [
+        list(cache.state[0]) if isinstance(cache, ArraysCache) else [] for cache in _flatten(caches)
+    ]
+
+
+def nest(layout: Layout, leaves: Iterable[Any]) -> list[Any]:
+    """Cache objects of all leaves, depth first, as the list that the model takes."""
+    return _nest(layout.nodes, iter(leaves))
 
 
 def snapshot(caches: Sequence[Any], layout: Layout) -> Checkpoint | None:

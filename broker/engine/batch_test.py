@@ -1,0 +1,91 @@
+"""Can a model decode in our batch? Asked once when it is loaded, with a few tiny rows.
+
+What cannot gets mlx-lm's batches, with a copy of the prefix for each row: correct, but dearer.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.sample_utils import greedy_sampler
+
+from ..cache import kinds
+from ..cache.layout import Layout, StateLeaf, TokenLeaf
+from .decode_batch import DecodeBatch
+from .seat import Seat
+from .self_test import FLOOR, NOISE, PROMPT, SelfTest, size
+from .sharing import Piece
+
+SHARED = 6
+ROWS = (PROMPT, (*PROMPT[:SHARED], 8, 8), PROMPT[: SHARED + 1])
+NEXT = 7
+
+
+def batch_test(model: Any, make_caches: Callable[[], list[Any]]) -> tuple[SelfTest, Layout | None]:
+    """The verdict, and the layout of the model's caches if it passed. Never raises for what the
+    model does.
+    """
+    try:
+        dtype = model(mx.array([PROMPT])).dtype
+        filled = [_filled(model, prompt, make_caches()) for prompt in ROWS]
+        layout = kinds.layout_of(filled[0])
+        reason = unsupported(layout)
+        if reason:
+            return SelfTest(False, reason), None
+        got = _batched(model, layout, filled)
+        expected = mx.concatenate([_logits(model, (NEXT,), caches) for caches in filled])
+        whole = [_logits(model, (*prompt, NEXT), make_caches()) for prompt in ROWS]
+    except Exception as error:  # any failure at all means: this model cannot
+        return SelfTest(False, f"{type(error).__name__}: {error}"), None
+    noise = size(mx.concatenate(whole) - expected)
+    tolerance = max(NOISE * noise, FLOOR.get(dtype, 2e-2) * size(expected))
+    error_size = size(got - expected)
+    if not error_size <= tolerance:
+        reason = f"logits differ by {error_size:.3g}, at most {tolerance:.3g} is allowed"
+        return SelfTest(False, reason, error_size, tolerance), None
+    return SelfTest(True, "", error_size, tolerance), layout
+
+
+def unsupported(layout: Layout) -> str:
+    """Why caches of this layout cannot decode in our batch; "" if they can."""
+    for leaf in layout.leaves:
+        if isinstance(leaf, StateLeaf):
+            continue
+        if leaf.bits or leaf.kind not in ("KVCache", "ConcatenateKVCache", "RotatingKVCache"):
+            return f"{leaf.kind} is not batched"
+        if leaf.retention.keep:
+            return f"{leaf.kind} keeps its first {leaf.retention.keep} tokens"
+        if len(set(leaf.planes)) != 1 or len(leaf.planes) != 2:
+            return f"{leaf.kind} holds keys and values of different shapes"
+    return ""
+
+
+def _batched(model: Any, layout: Layout, filled: Sequence[list[Any]]) -> mx.array:
+    """Logits of one step of all rows, the first of them over one span where there is KV."""
+    path: list[Piece] = []
+    if any(isinstance(leaf, TokenLeaf) for leaf in layout.leaves):
+        path = [Piece(kinds.seal(filled[0], layout, 0, SHARED), 0, SHARED)]
+    batch = DecodeBatch(model, layout)
+    for prompt, caches in zip(ROWS, filled, strict=True):
+        seat = Seat(
+            path,
+            kinds.segments_of(caches),
+            kinds.states_of(caches),
+            length=len(prompt),
+            token=NEXT,
+            max_tokens=1,
+            sampler=greedy_sampler,
+        )
+        batch.add(seat)
+    return batch.probe().astype(mx.float32)
+
+
+def _filled(model: Any, prompt: Sequence[int], caches: list[Any]) -> list[Any]:
+    _logits(model, prompt, caches)
+    return caches
+
+
+def _logits(model: Any, tokens: Sequence[int], caches: list[Any]) -> mx.array:
+    logits: mx.array = model(mx.array([tokens]), cache=caches)[:, -1, :]
+    mx.eval(logits, [cache.state for cache in caches])
+    return logits.astype(mx.float32)

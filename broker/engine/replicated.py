@@ -1,0 +1,115 @@
+"""Decoding in mlx-lm's own batches, for models that cannot use ours: every row has a copy of all
+its KV.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator
+
+from ..cache.kinds import materialise
+from ..errors import EngineFailed
+from ..models import LoadedModel
+from .decode_batch import DecodeStatistics
+from .row import Row, RowToken
+
+
+class ReplicatedDecoder:
+    """Decodes rows in a `BatchGenerator`. After a `step` that raised, `reset` starts anew."""
+
+    def __init__(self, model: LoadedModel, max_rows: int) -> None:
+        self._model = model
+        self._max_rows = max_rows
+        self._rows: dict[int, Row] = {}
+        self._ended: dict[Row, tuple[Sequence[int], Sequence[Any]]] = {}
+        self._generator: Any = self._new_generator()
+
+    @property
+    def running(self) -> list[Row]:
+        """The rows that decode."""
+        return list(self._rows.values())
+
+    def join(self, row: Row) -> None:
+        """Let a row take part; copies its caches."""
+        caches = materialise(row.caches) if row.position else self._model.make_caches()
+        mx.eval([cache.state for cache in caches if row.position])
+        unbatchable = next((cache for cache in caches if not hasattr(cache, "merge")), None)
+        if unbatchable is not None:
+            name = type(unbatchable).__name__
+            raise EngineFailed(f"{name} cannot be batched with history; no other lane exists yet")
+        (uid,) = self._generator.insert(
+            [row.prompt[-1:].tolist()],
+            max_tokens=[row.max_tokens],
+            caches=[caches],
+            all_tokens=[row.prompt[:-1].tolist()],
+            samplers=[row.sampler],
+        )
+        self._rows[uid] = row
+        mx.clear_cache()
+
+    def step(self) -> list[RowToken]:
+        """One token for each row (none for rows that joined just now)."""
+        _, responses = self._generator.next()
+        return [self._received(response) for response in responses]
+
+    def holds(self, row: Row) -> bool:
+        """Whether the row decodes, or has ended and was not removed."""
+        return row in self._ended or row in self._rows.values()
+
+    def computed(self, row: Row) -> tuple[Sequence[int], Sequence[Any]]:
+        """What of a row was forwarded, and the caches that hold it. The row decodes no more."""
+        if row not in self._ended:
+            uid = self._uid(row)
+            caches, tokens = self._generator.remove([uid], return_prompt_caches=True)[uid]
+            del self._rows[uid]
+            self._ended[row] = tokens, caches
+        return self._ended[row]
+
+    def remove(self, row: Row) -> None:
+        """Take a row out. Doing so again is harmless."""
+        if self._ended.pop(row, None) is None and row in self._rows.values():
+            uid = self._uid(row)
+            self._generator.remove([uid])
+            del self._rows[uid]
+
+    def reset(self) -> None:
+        """Drop all rows, after a step that failed."""
+        self._rows, self._ended = {}, {}
+        self._generator.close()
+        self._generator = self._new_generator()
+
+    def close(self) -> None:
+        """End the batch."""
+        self._rows, self._ended = {}, {}
+        if self._generator is not None:
+            self._generator.close()
+        self._generator = None
+
+    def statistics(self) -> DecodeStatistics:
+        """How many rows decode."""
+        return DecodeStatistics(rows=len(self._rows))
+
+    def check_integrity(self) -> None:
+        """Assert that no row that ended is still kept."""
+        assert not self._ended
+
+    def _uid(self, row: Row) -> int:
+        return next(uid for uid, each in self._rows.items() if each is row)
+
+    def _received(self, response: Any) -> RowToken:
+        row = self._rows[response.uid]
+        if response.finish_reason is not None:
+            del self._rows[response.uid]
+            self._ended[row] = response.all_tokens, response.prompt_cache
+        return RowToken(row, response.token, response.finish_reason)
+
+    def _new_generator(self) -> Any:
+        return BatchGenerator(
+            self._model.model,
+            stop_tokens=[[token] for token in sorted(self._model.tokenizer.eos_token_ids)],
+            completion_batch_size=self._max_rows,
+            prefill_batch_size=self._max_rows,
+            # One stream for everything, so that what is put or taken is ordered with the steps.
+            stream=mx.default_stream(mx.default_device()),
+        )

@@ -1,0 +1,102 @@
+"""The engine's loop without a thread or an event loop: turn by turn, in the test's own thread."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_swarm.broker import Completed, Delta, Request
+from mlx_swarm.broker.engine.loop import EngineLoop, EngineSettings
+from mlx_swarm.broker.engine.submission import Submission
+from mlx_swarm.broker.models import LoadedModel
+from mlx_swarm.broker.request import RequestId, StreamEvent
+from mlx_swarm.broker.trace.recorder import Recorder
+
+TIE = 1e-4
+"""Two logits that are closer than this are a tie: the order of sums decides."""
+
+
+class Box:
+    """Stands for a mailbox."""
+
+    def __init__(self) -> None:
+        self.events: list[StreamEvent] = []
+        self.error: Exception | None = None
+
+    def put(self, event: StreamEvent) -> None:
+        self.events.append(event)
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens received so far."""
+        deltas = [event for event in self.events if isinstance(event, Delta)]
+        return [token for delta in deltas for token in delta.tokens]
+
+    @property
+    def end(self) -> Completed | None:
+        """How it ended, if it has."""
+        last = self.events[-1] if self.events else None
+        return last if isinstance(last, Completed) else None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will come."""
+        return self.error is not None or self.end is not None
+
+
+class Driver:
+    """An engine and the requests that it was given."""
+
+    def __init__(
+        self, model: LoadedModel, *, ram: int = 64 << 20, max_rows: int = 8, chunk: int = 32
+    ) -> None:
+        self.engine = EngineLoop(model, Recorder(), EngineSettings(ram, max_rows, chunk))
+        self.boxes: list[Box] = []
+
+    def submit(self, request: Request) -> Box:
+        """Queue a request; its box is the next one."""
+        box: Any = Box()
+        name = RequestId(f"request-{len(self.boxes)}")
+        self.boxes.append(box)
+        self.engine.submit(Submission(name, request, box, 0.0))
+        return box  # type: ignore[no-any-return]
+
+    def cancel(self, index: int) -> None:
+        """Cancel the request of that number."""
+        self.engine.cancel(RequestId(f"request-{index}"))
+
+    def run(self, turns: int = 1 << 30) -> None:
+        """So many turns, or until nothing is left to do."""
+        while turns and self.engine.turn():
+            turns -= 1
+
+    def decode_all(self, boxes: Sequence[Box], tokens: int) -> None:
+        """Turns until each of the boxes has received that many tokens."""
+        while any(len(box.tokens) < tokens for box in boxes):
+            assert self.engine.turn()
+
+    def check_idle(self) -> None:
+        """Assert that nothing of any request is left."""
+        self.engine.check_integrity()
+        statistics = self.engine.statistics()
+        assert statistics.cache.leases == 0
+        assert statistics.lane.batch.rows == 0
+        assert statistics.lane.batch.tails.bytes == 0
+        assert all(box.over for box in self.boxes)
+
+
+def assert_greedy(model: LoadedModel, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+    """Assert that each token has the highest of mlx-lm's logits after those before it, ties
+    excepted.
+    """
+    if not tokens:
+        return
+    text = [*prompt, *tokens[:-1]]
+    logits = model.model(mx.array([text]), cache=model.make_caches())[0, len(prompt) - 1 :]
+    best = logits.max(axis=-1)
+    chosen = mx.take_along_axis(logits, mx.array(list(tokens))[:, None], axis=-1)[:, 0]
+    size = mx.maximum(mx.abs(logits).max(), 1.0)
+    assert ((best - chosen).max() <= TIE * size).item()

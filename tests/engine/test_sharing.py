@@ -1,0 +1,68 @@
+"""What rows of a batch share: cut rightly, bounded, and never a gap on a row's path."""
+
+from typing import NamedTuple
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_swarm.broker.engine.sharing import Piece, share
+
+
+class Block(NamedTuple):
+    """Stands for an extent: compared by identity."""
+
+    name: list[str]
+
+
+def paths_of(prompts: list[str], blocks: dict[str, Block]) -> list[list[Piece]]:
+    """Every prompt's path in a tree whose nodes are single letters, one extent for each node."""
+    return [
+        [
+            Piece(blocks.setdefault(prompt[: at + 1], Block([prompt[: at + 1]])), at, at + 1)
+            for at in range(len(prompt))
+        ]
+        for prompt in prompts
+    ]
+
+
+@given(st.lists(st.text("ab", max_size=6), min_size=1, max_size=8), st.integers(0, 6))
+def test_each_row_is_served_up_to_its_reach_by_spans_without_a_gap(
+    prompts: list[str], limit: int
+) -> None:
+    sharing = share(paths_of(prompts, {}), limit)
+    assert len(sharing.spans) <= limit
+    for row, prompt in enumerate(prompts):
+        served = sorted(
+            (span.piece.start, span.piece.stop) for span in sharing.spans if row in span.rows
+        )
+        assert [start for start, _ in served] == [0, *(stop for _, stop in served)][: len(served)]
+        assert sharing.reach[row] == (served[-1][1] if served else 0) <= len(prompt)
+    for span in sharing.spans:
+        beginning = span.piece.extent.name[0]
+        assert list(span.rows) == [
+            row for row, prompt in enumerate(prompts) if prompt.startswith(beginning)
+        ]
+
+
+@given(st.lists(st.text("ab", max_size=6), min_size=1, max_size=8))
+def test_with_room_for_all_every_row_is_served_to_its_end(prompts: list[str]) -> None:
+    assert share(paths_of(prompts, {}), 1 << 20).reach == [len(prompt) for prompt in prompts]
+
+
+def test_an_extent_is_cut_where_rows_part_and_joined_where_they_do_not() -> None:
+    extent, other = Block(["whole"]), Block(["other"])
+    split = [Piece(extent, 0, 40), Piece(extent, 40, 60)]
+    sharing = share([[Piece(extent, 0, 60)], [*split, Piece(other, 60, 70)], [split[0]]], 8)
+    assert {(span.piece.start, span.piece.stop, span.rows) for span in sharing.spans} == {
+        (0, 40, (0, 1, 2)),
+        (40, 60, (0, 1)),
+        (60, 70, (1,)),
+    }
+    assert len(share([split, split], 8).spans) == 1
+
+
+def test_what_saves_most_comes_first_with_all_before_it() -> None:
+    start, long, short = Block(["start"]), Block(["long"]), Block(["short"])
+    shared = Piece(start, 0, 2)
+    sharing = share([[shared, Piece(long, 2, 900)], [shared, Piece(short, 2, 50)]], 2)
+    assert sharing.reach == [900, 2]
