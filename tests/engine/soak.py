@@ -1,0 +1,155 @@
+"""A long random life of the batch lane: `python -m tests.engine.soak --seconds 3600`.
+
+In each world an engine of another model kind, budget and row limit serves a random mix of arrivals,
+cancellations and injected failures. Greedy tokens must be mlx-lm's, seeded ones those of the same
+request alone (a sum in another order may turn a draw once in `RARELY` requests); nothing may be
+left behind. Prints its progress, and the seed of the world that failed (`--seed S --worlds 1`
+repeats it).
+"""
+
+import argparse
+import copy
+import random
+import sys
+import time
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_swarm.broker import Request, Sampling
+from mlx_swarm.broker.models import LoadedModel
+from tests.engine.driver import Box, Driver, assert_greedy
+from tests.engine.test_shared import KINDS, FailingModel, model_of
+from tests.tiny_broker import SHARED
+
+RARELY = 500
+
+ACTIONS = {"submit": 6, "run": 6, "cancel": 2, "fail": 0.3, "clear": 0.2}
+
+
+class World:
+    """One engine and the random choices that drive it."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.kind = self.random.choice(sorted(KINDS))
+        self.model = model_of(self.kind)
+        self.failing: Any = FailingModel(self.model.model)
+        self.driver = Driver(
+            _with(self.model, self.failing),
+            ram=self.random.choice([0, 40_000, 200_000, 64 << 20]),
+            max_rows=self.random.randint(1, 10),
+            chunk=self.random.choice([8, 32, 128]),
+        )
+        self.asked: list[Request] = []
+        self.failures = 0
+        self.turned = 0
+
+    def live(self, steps: int) -> None:
+        """So many random actions; then everything runs to its end and is checked."""
+        names, weights = list(ACTIONS), list(ACTIONS.values())
+        for _ in range(steps):
+            getattr(self, self.random.choices(names, weights)[0])()
+            self.driver.engine.check_integrity()
+        self.failing.left = 0
+        self.driver.run()
+        self.driver.check_idle()
+        for request, box in zip(self.asked, self.driver.boxes, strict=True):
+            self.check(request, box)
+        self.driver.engine.close()
+
+    def submit(self) -> None:
+        """A request, mostly of a family that others belong to as well."""
+        pick = self.random
+        family = pick.randint(0, 3)
+        shared = [(token + 31 * family) % 250 for token in SHARED[: pick.choice([0, 5, 40, 60])]]
+        own = [pick.randint(1, 250) for _ in range(pick.choice([1, 1, 4, 12, 40]))]
+        sampled = pick.random() < 0.3
+        self.asked.append(
+            Request(
+                tokens=[*shared, *own],
+                max_tokens=pick.randint(1, 24),
+                sampling=Sampling(temperature=0.8, top_p=0.9, seed=pick.randint(0, 9))
+                if sampled
+                else Sampling(),
+                cache=pick.random() < 0.85,
+                boundaries=(len(shared),) if shared and pick.random() < 0.5 else (),
+            )
+        )
+        self.driver.submit(self.asked[-1])
+
+    def run(self) -> None:
+        """Some turns."""
+        self.driver.run(self.random.randint(1, 12))
+
+    def cancel(self) -> None:
+        """Cancel any request, also one that is over."""
+        if self.asked:
+            self.driver.cancel(self.random.randrange(len(self.asked)))
+
+    def fail(self) -> None:
+        """Let one of the next calls of the model fail."""
+        self.failing.left = self.random.randint(1, 6)
+
+    def clear(self) -> None:
+        """Forget what is cached, whatever runs."""
+        self.driver.engine.cache.clear()
+
+    def check(self, request: Request, box: Box) -> None:
+        """The tokens are right as far as they go; only injected failures end a request."""
+        if box.error is not None:
+            assert "on purpose" in str(box.error), box.error
+            self.failures += 1
+        if request.sampling.temperature == 0:
+            assert_greedy(self.model, request.tokens, box.tokens)
+        elif box.tokens:
+            alone = Driver(self.model, max_rows=1)
+            expected = alone.submit(request)
+            alone.run()
+            self.turned += expected.tokens[: len(box.tokens)] != box.tokens
+            alone.engine.close()
+
+
+def _with(model: LoadedModel, failing: Any) -> LoadedModel:
+    breaking = copy.copy(model)
+    breaking.model = failing
+    return breaking
+
+
+def main() -> None:
+    """Live worlds until the time is over."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--worlds", type=int, default=1 << 30)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    begun = reported = time.monotonic()
+    worlds = requests = failures = turned = 0
+    while worlds < options.worlds and time.monotonic() - begun < options.seconds:
+        seed = options.seed + worlds
+        world = World(seed)
+        try:
+            world.live(options.steps)
+        except BaseException:
+            sys.stderr.write(f"the world of seed {seed} ({world.kind}) failed\n")
+            raise
+        worlds += 1
+        requests += len(world.asked)
+        failures += world.failures
+        turned += world.turned
+        assert turned <= 1 + requests // RARELY, f"{turned} seeded replies differ, seed {seed}"
+        if time.monotonic() - reported > 60:
+            reported = time.monotonic()
+            memory = mx.get_active_memory() / 2**20
+            sys.stdout.write(f"{reported - begun:6.0f} s: {worlds} worlds, {memory:.1f} MiB\n")
+            sys.stdout.flush()
+    seconds = time.monotonic() - begun
+    sys.stdout.write(
+        f"passed: {worlds} worlds, {requests} requests, {failures} ended by injected failures, "
+        f"{turned} seeded replies turned by rounding, {seconds:.0f} s\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
