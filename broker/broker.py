@@ -3,7 +3,8 @@
 import itertools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -11,17 +12,19 @@ from anyio import to_thread
 from msgspec import Struct
 
 from .backend import describe, require_mlx
+from .checks import check_text
 from .engine.mailbox import Mailbox
 from .engine.submission import Submission
 from .engine.thread import EngineThread
-from .errors import BrokerClosed, EngineFailed, InvalidSetting
-from .request import Completed, Message, Request, RequestId, StreamEvent
+from .errors import BrokerClosed, EngineFailed, InvalidSetting, ModelUnreadable, SwarmError
+from .request import Completed, Message, Request, RequestId, StreamEvent, check_messages
 from .trace.recorder import Recorder, RecorderStatistics
 
 if TYPE_CHECKING:
     from .engine.loop import EngineLoop, EngineStatistics
     from .models import LoadedModel, Progress, Rendered
 
+CLOSED_IN_LOADING = "the broker was closed while its model was loading"
 SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 SIZE_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -69,6 +72,7 @@ class Broker:
         self._progress = progress
         self._ids = itertools.count(1)
         self._thread: EngineThread[EngineLoop] | None = None
+        self._opening: EngineThread[EngineLoop] | None = None
         self._text: LoadedModel | None = None
         self.model_name = str(model)
         self.context_length = 0
@@ -98,10 +102,12 @@ class Broker:
 
     async def render(self, messages: Sequence[Message]) -> "Rendered":
         """Messages as the model's chat template puts them, ready for a reply."""
+        check_messages(messages)
         return await to_thread.run_sync(self._loaded().render, messages)
 
     async def encode(self, text: str) -> list[int]:
         """Text as tokens."""
+        check_text("text", text)
         return await to_thread.run_sync(self._loaded().encode, text)
 
     async def statistics(self) -> BrokerStatistics:
@@ -111,15 +117,21 @@ class Broker:
 
     async def aclose(self) -> None:
         """End everything; open requests fail with `BrokerClosed`. Safe to repeat."""
-        thread, self._thread, self._text = self._thread, None, None
+        thread, self._thread, self._text = self._thread or self._opening, None, None
         if thread is not None:
             await thread.aclose()
 
     async def __aenter__(self) -> Self:
-        if self._thread is not None:
+        if self._thread is not None or self._opening is not None:
             raise InvalidSetting("this broker is open already")
         thread: EngineThread[EngineLoop] = EngineThread(lambda: self._open(thread))
-        await thread.start()
+        self._opening = thread
+        try:
+            await thread.start()
+            if thread.stopping:
+                raise BrokerClosed(CLOSED_IN_LOADING)
+        finally:
+            self._opening = None
         self._thread = thread
         return self
 
@@ -149,7 +161,7 @@ class Broker:
 
         def report(progress: "Progress") -> None:
             if thread.stopping:
-                raise BrokerClosed("the broker was closed while its model was loading")
+                raise BrokerClosed(CLOSED_IN_LOADING)
             if self._progress is not None:
                 self._progress(progress)
 
@@ -159,7 +171,8 @@ class Broker:
         try:
             model = self._load(report)
             settings = EngineSettings(self._ram, self._max_rows, self._prefill_chunk)
-            engine = EngineLoop(model, recorder, settings)
+            with runnable(model.name):
+                engine = EngineLoop(model, recorder, settings)
         except BaseException:
             recorder.close()
             raise
@@ -174,7 +187,7 @@ class Broker:
 
 
 class ResponseStream:
-    """The events of one request, for one reader. Iterate, or use as an async context manager.
+    """The events of one request, each given out once. Iterate, or use as an async context manager.
 
     A reader may be slow: deltas it has not read are merged. Leaving the context or dropping the
     stream cancels the request.
@@ -219,6 +232,19 @@ class ResponseStream:
 
     def __del__(self) -> None:
         self.cancel()
+
+
+@contextmanager
+def runnable(model: str) -> Iterator[None]:
+    """Report whatever a model's first steps lead to as `ModelUnreadable`."""
+    try:
+        yield
+    except SwarmError:
+        raise
+    except Exception as error:  # a configuration can be read and still make no sense to the model
+        lines = str(error).strip().splitlines() or [""]
+        reason = f"{type(error).__name__}: {lines[0]}"
+        raise ModelUnreadable(f"{model} was loaded but cannot run: {reason}") from error
 
 
 def parse_size(size: int | str) -> int:

@@ -4,24 +4,26 @@ A request gives its prompt in exactly one of three forms: `messages` (rendered w
 template), `text` (tokenized as it stands) or `tokens` (ids, used as they are).
 """
 
-import math
 from collections.abc import Sequence
-from typing import Literal, NewType, Self
+from typing import Literal, NewType, Self, get_args
 
 from msgspec import Struct, field
 
+from .checks import check_kind, check_range, check_sized, check_text, check_whole
 from .errors import InvalidRequest
 
 RequestId = NewType("RequestId", str)
 FinishReason = Literal["stop", "length", "cancelled"]
+Role = Literal["system", "user", "assistant"]
 
 MAX_STOPS = 64
+ROLES = get_args(Role)
 
 
 class Message(Struct, frozen=True):
     """One turn of a conversation."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Role
     content: str
 
 
@@ -39,12 +41,13 @@ class Sampling(Struct, frozen=True, kw_only=True):
     seed: int | None = None
 
     def validate(self) -> None:
-        """Raise `InvalidRequest` for a value outside its range, NaN included."""
-        _in_range("temperature", self.temperature, 0.0, 100.0)
-        _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _in_range("min_p", self.min_p, 0.0, 1.0)
-        if self.top_k < 0:
-            raise InvalidRequest(f"top_k is {self.top_k}; it must be 0 (off) or more")
+        """Raise `InvalidRequest` for a value of a wrong kind or outside its range, NaN included."""
+        check_range("temperature", self.temperature, 0.0, 100.0)
+        check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        check_range("min_p", self.min_p, 0.0, 1.0)
+        check_whole("top_k", self.top_k, 0, "0 (off) or more")
+        if self.seed is not None:
+            check_kind("seed", self.seed, int, "a whole number")
 
 
 class Request(Struct, frozen=True, kw_only=True):
@@ -70,20 +73,52 @@ class Request(Struct, frozen=True, kw_only=True):
 
     def validate(self) -> None:
         """Raise `InvalidRequest` for anything that can be seen to be wrong without a model."""
-        given = [name for name in ("messages", "text", "tokens") if len(getattr(self, name))]
+        self._check_prompt()
+        check_whole("max_tokens", self.max_tokens, 1, "at least 1")
+        self._check_stops()
+        check_sized("boundaries", self.boundaries)
+        check_text("tenant", self.tenant)
+        check_kind("agent", self.agent, str, "text")
+        check_kind("swarm", self.swarm, str, "text")
+        check_kind("cache", self.cache, bool, "True or False")
+        check_kind("sampling", self.sampling, Sampling, "a Sampling")
+        self.sampling.validate()
+
+    def _check_prompt(self) -> None:
+        forms = ("messages", "text", "tokens")
+        for name in forms:
+            check_sized(name, getattr(self, name))
+        given = [name for name in forms if len(getattr(self, name))]
         if len(given) != 1:
             found = " and ".join(given) if given else "an empty prompt"
             raise InvalidRequest(f"give one of messages, text or tokens; got {found}")
-        if self.max_tokens < 1:
-            raise InvalidRequest(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        check_messages(self.messages)
+        check_text("text", self.text or "")
+
+    def _check_stops(self) -> None:
         if isinstance(self.stop, str):
             raise InvalidRequest(f"stop is the text {self.stop!r}; it must be a list of strings")
+        check_sized("stop", self.stop)
         if len(self.stop) > MAX_STOPS or "" in self.stop:
             raise InvalidRequest(
                 f"{len(self.stop)} stop strings given; up to {MAX_STOPS} are taken, none of them "
                 "empty"
             )
-        self.sampling.validate()
+        for stop in self.stop:
+            check_kind("a stop string", stop, str, "text")
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Raise `InvalidRequest` unless each is a `Message` with a known role and text."""
+    check_sized("messages", messages)
+    for number, message in enumerate(messages):
+        check_kind(f"message {number}", message, Message, "a Message")
+        if message.role not in ROLES:
+            known = ", ".join(ROLES)
+            raise InvalidRequest(
+                f"message {number} has the role {message.role!r}; it must be one of {known}"
+            )
+        check_text(f"the content of message {number}", message.content)
 
 
 class Usage(Struct, frozen=True, kw_only=True):
@@ -146,10 +181,3 @@ class Completed(Struct, frozen=True, tag=True):
 
 
 StreamEvent = Started | Delta | Completed
-
-
-def _in_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    inside = low <= value <= high and not (open_low and value == low)
-    if not math.isfinite(value) or not inside:
-        bracket = "(" if open_low else "["
-        raise InvalidRequest(f"{name} is {value}; it must be in {bracket}{low:g}, {high:g}]")

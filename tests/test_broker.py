@@ -4,6 +4,8 @@ import threading
 from typing import Any
 
 import anyio
+import anyio.lowlevel
+import numpy as np
 import pytest
 
 from mlx_swarm.broker import (
@@ -17,9 +19,12 @@ from mlx_swarm.broker import (
     InvalidSetting,
     Message,
     ModelNotFound,
+    ModelUnreadable,
     Request,
+    ResponseStream,
     Sampling,
     Started,
+    StreamEvent,
     Usage,
 )
 from mlx_swarm.broker.broker import parse_size
@@ -200,6 +205,28 @@ async def test_generation_ends_where_the_context_does() -> None:
         ({"boundaries": ["a"]}, InvalidRequest, "must be integers"),
         ({"boundaries": [-3]}, InvalidRequest, "-3 is outside"),
         ({"sampling": Sampling(temperature=float("nan"))}, InvalidRequest, "temperature is nan"),
+        ({"boundaries": None}, InvalidRequest, "boundaries is None"),
+        ({"max_tokens": float("nan")}, InvalidRequest, "max_tokens is nan; .* a whole number"),
+        ({"max_tokens": "x"}, InvalidRequest, "max_tokens is 'x'"),
+        ({"max_tokens": True}, InvalidRequest, "max_tokens is True"),
+        ({"tokens": None}, InvalidRequest, "tokens is None"),
+        ({"tokens": np.array(5)}, InvalidRequest, "must be a list"),
+        ({"tokens": (), "text": b"abc"}, InvalidRequest, "text is b'abc'; it must be text"),
+        ({"tokens": (), "text": "a\ud800"}, InvalidRequest, "position 1: .* lone surrogate"),
+        ({"tokens": (), "messages": "hello"}, InvalidRequest, "message 0 is 'h'"),
+        ({"tokens": (), "messages": [{}]}, InvalidRequest, "message 0 is {}"),
+        ({"tokens": (), "messages": [Message("user", None)]}, InvalidRequest, "message 0 is None"),  # type: ignore[arg-type]
+        ({"tokens": (), "messages": [Message("tool", "x")]}, InvalidRequest, "the role 'tool'"),  # type: ignore[arg-type]
+        ({"stop": [5]}, InvalidRequest, "stop string is 5; it must be text"),
+        ({"stop": None}, InvalidRequest, "stop is None"),
+        ({"tenant": None}, InvalidRequest, "tenant is None"),
+        ({"tenant": "\ud800"}, InvalidRequest, "lone surrogate"),
+        ({"swarm": 5}, InvalidRequest, "swarm is 5"),
+        ({"cache": "no"}, InvalidRequest, "cache is 'no'"),
+        ({"sampling": {"temperature": 1}}, InvalidRequest, "must be a Sampling"),
+        ({"sampling": Sampling(temperature="hot")}, InvalidRequest, "temperature is 'hot'"),  # type: ignore[arg-type]
+        ({"sampling": Sampling(top_k=1.5)}, InvalidRequest, "top_k is 1.5"),  # type: ignore[arg-type]
+        ({"sampling": Sampling(seed=1.5)}, InvalidRequest, "seed is 1.5"),  # type: ignore[arg-type]
     ],
 )
 async def test_bad_requests_are_refused_before_anything_changes(
@@ -234,6 +261,37 @@ async def test_requests_without_a_seed_differ_from_each_other() -> None:
     async with tiny() as broker:
         results = await together(broker, *[same] * 6)
     assert len({result.tokens for result in results}) == 6
+
+
+async def test_an_array_that_the_caller_changes_is_not_what_is_computed_and_kept() -> None:
+    array, given = np.array(prompt(1, own=100), np.uint32), prompt(1, own=100)
+    async with tiny() as broker:
+        async with broker.stream(request(tokens=array, max_tokens=4)) as response:
+            async for event in response:
+                if isinstance(event, Started):
+                    array[:] = 7
+        again = await broker.complete(request(tokens=given, max_tokens=4))
+        expected = await inside(broker, lambda engine: reference(engine.model, given, 4))
+    assert again.tokens == expected
+    assert again.usage.ram_tokens == len(given) - 1
+
+
+async def test_of_two_readers_of_a_stream_both_come_to_the_end() -> None:
+    read: list[StreamEvent] = []
+
+    async def read_all(response: ResponseStream) -> None:
+        async for event in response:
+            read.append(event)
+            await anyio.lowlevel.checkpoint()
+
+    async with tiny() as broker:
+        response = broker.stream(request(max_tokens=20))
+        async with anyio.create_task_group() as group:
+            group.start_soon(read_all, response)
+            group.start_soon(read_all, response)
+    [completed] = [event for event in read if isinstance(event, Completed)]
+    assert sum(len(event.tokens) for event in read if isinstance(event, Delta)) == 20
+    assert len(completed.tokens) == 20
 
 
 async def test_a_reader_that_does_not_read_gets_one_merged_delta() -> None:
@@ -292,6 +350,55 @@ async def test_a_broker_outside_its_context_says_so() -> None:
         await broker.complete(request())
     async with broker:
         assert len((await broker.complete(request())).tokens) == 8
+
+
+async def test_a_broker_is_opened_once_at_a_time_and_can_be_closed_meanwhile() -> None:
+    broker, refused = tiny(), []
+
+    async def enter() -> None:
+        try:
+            await broker.__aenter__()
+        except (InvalidSetting, BrokerClosed) as error:
+            refused.append(str(error))
+
+    threads = threading.active_count()
+    async with anyio.create_task_group() as group:
+        group.start_soon(enter)
+        group.start_soon(enter)
+        while broker._opening is None:
+            await anyio.lowlevel.checkpoint()
+        await broker.aclose()
+    assert sorted(refused) == [
+        "the broker was closed while its model was loading",
+        "this broker is open already",
+    ]
+    assert threading.active_count() == threads
+    async with broker:
+        assert len((await broker.complete(request(max_tokens=2))).tokens) == 2
+
+
+async def test_a_broker_says_so_in_an_event_loop_that_is_not_its_own() -> None:
+    async with tiny() as broker:
+
+        async def use() -> None:
+            with pytest.raises(BrokerClosed, match="another event loop"):
+                await broker.complete(request())
+
+        await anyio.to_thread.run_sync(lambda: anyio.run(use))
+
+
+async def test_a_model_that_loads_but_cannot_run_is_one_line() -> None:
+    with pytest.raises(ModelUnreadable, match=r"cannot run: TypeError: .*$"):
+        async with Broker("synthetic:llama?layers=1&config.rope_theta=abc"):
+            pass
+
+
+async def test_what_is_rendered_or_encoded_is_checked_too() -> None:
+    async with tiny() as broker:
+        with pytest.raises(InvalidRequest, match="must be a Message"):
+            await broker.render([None])  # type: ignore[list-item]
+        with pytest.raises(InvalidRequest, match="lone surrogate"):
+            await broker.encode("\udfff")
 
 
 async def test_a_model_that_is_not_there_leaves_nothing_behind() -> None:

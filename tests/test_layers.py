@@ -13,7 +13,7 @@ PACKAGES = ("broker", "agents")
 
 # Lowest first. A module may import from its own layer and from those under it.
 LAYERS = (
-    ("broker.errors", "broker.affinity", "broker.backend", "broker.request"),
+    ("broker.errors", "broker.affinity", "broker.backend", "broker.checks", "broker.request"),
     ("broker.trace",),
     ("broker.cache", "broker.models"),
     ("broker.engine",),
@@ -27,6 +27,7 @@ FRONTS = ("broker", "agents", "")
 
 WITHOUT_MLX = (
     "broker/request.py",
+    "broker/checks.py",
     "broker/errors.py",
     "broker/affinity.py",
     "broker/broker.py",

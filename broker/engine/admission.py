@@ -46,7 +46,8 @@ class Admission:
             rendered = self._model.render(request.messages)
             return as_tokens(rendered.tokens), rendered.boundaries
         tokens = self._model.encode(request.text) if request.text else request.tokens
-        return as_tokens(tokens), ()
+        # A copy, because an array of the caller's may change while its KV is computed and kept.
+        return np.array(as_tokens(tokens)), ()
 
     def _check(self, prompt: Tokens) -> None:
         context = self._model.context_length

@@ -11,6 +11,7 @@ from typing import Generic, Protocol, TypeVar
 import anyio
 import anyio.lowlevel
 
+from ..errors import BrokerClosed
 from ..request import Completed, Delta, RequestId, Started, StreamEvent
 
 Result = TypeVar("Result")
@@ -34,12 +35,21 @@ class Courier:
     """
 
     def __init__(self) -> None:
-        native = anyio.lowlevel.current_token().native_token
-        schedule = getattr(native, "call_soon_threadsafe", None)
-        self._schedule: Callable[[Callable[[], None]], object] = schedule or native.run_sync_soon  # type: ignore[attr-defined]
+        self._loop = anyio.lowlevel.current_token().native_token
+        schedule = getattr(self._loop, "call_soon_threadsafe", None)
+        self._schedule: Callable[[Callable[[], None]], object] = (
+            schedule or self._loop.run_sync_soon  # type: ignore[attr-defined]
+        )
         self._lock = RLock()
         self._posted: dict[Reader, None] = {}
         self._crossing = False
+
+    def check_loop(self) -> None:
+        """Raise `BrokerClosed` in an event loop that is never woken from here."""
+        if anyio.lowlevel.current_token().native_token is not self._loop:
+            raise BrokerClosed(
+                "the broker was opened in another event loop; open one in each loop that uses it"
+            )
 
     def post(self, reader: Reader) -> None:
         """Have `reader` woken by the next crossing."""
@@ -66,9 +76,10 @@ class Courier:
 
 
 class _Waiting:
-    """The loop's side of a mailbox: sleeps until woken."""
+    """The loop's side of a mailbox: all who sleep here are woken."""
 
-    def __init__(self) -> None:
+    def __init__(self, courier: Courier) -> None:
+        self._courier = courier
         self._awake: anyio.Event | None = None
 
     def wake(self) -> None:
@@ -77,7 +88,9 @@ class _Waiting:
 
     async def sleep_until(self, ready: Callable[[], bool]) -> None:
         while not ready():
-            self._awake = anyio.Event()
+            self._courier.check_loop()
+            if self._awake is None or self._awake.is_set():
+                self._awake = anyio.Event()
             # What arrived before the event existed woke nobody.
             if ready():
                 break
@@ -88,8 +101,7 @@ class Reply(_Waiting, Generic[Result]):
     """The result of one call into the engine thread."""
 
     def __init__(self, courier: Courier) -> None:
-        super().__init__()
-        self._courier = courier
+        super().__init__(courier)
         self._value: Result
         self._error: BaseException | None = None
         self._done = False
@@ -117,11 +129,10 @@ class Reply(_Waiting, Generic[Result]):
 
 
 class Mailbox(_Waiting):
-    """The events of one request, from the engine thread to its one reader."""
+    """The events of one request, from the engine thread; of several readers each gets a part."""
 
     def __init__(self, courier: Courier) -> None:
-        super().__init__()
-        self._courier = courier
+        super().__init__(courier)
         self._lock = RLock()
         self._started: Started | None = None
         self._texts: list[str] = []
