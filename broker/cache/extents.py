@@ -25,7 +25,7 @@ class Extent:
     classes may hold fewer. It lives while ranges refer to it; with the last one its buffers go.
     """
 
-    __slots__ = ("_live", "_where", "buffers", "layout", "runs", "start", "stop")
+    __slots__ = ("_live", "buffers", "layout", "runs", "start", "stop")
 
     def __init__(
         self,
@@ -41,11 +41,6 @@ class Extent:
         self.buffers = buffers
         self.runs = runs
         self._live: dict[tuple[int, int], int] = {}
-        self._where: dict[tuple[int, int], tuple[int, int]] = {
-            member: (index, row)
-            for index, group in enumerate(layout.groups)
-            for row, member in enumerate(group.members)
-        }
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -84,7 +79,8 @@ class Extent:
 
     def segments(self, leaf: int, start: int, stop: int) -> list[Segment]:
         """Tokens [start, stop) of one layer, as far as they are held; views, nothing is copied."""
-        places = [self._where[leaf, row] for row in range(len(self._planes_of(leaf)))]
+        where = self.layout.places
+        places = [where[leaf, row] for row in range(len(self._planes_of(leaf)))]
         result: list[Segment] = []
         first = 0
         for run_start, run_stop in self.runs[places[0][0]]:

@@ -158,6 +158,15 @@ class Layout(Struct, frozen=True, dict=True):
         return _state_groups(self.leaves)
 
     @cached_property
+    def places(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """Where each (leaf, plane) lies: the group, and the row of its buffer."""
+        return {
+            member: (index, row)
+            for index, group in enumerate(self.groups)
+            for row, member in enumerate(group.members)
+        }
+
+    @cached_property
     def has_state(self) -> bool:
         """Whether lengths are usable only where a checkpoint is."""
         return any(isinstance(leaf, StateLeaf) for leaf in self.leaves)

@@ -1,6 +1,7 @@
 """Extents: bytes that are true, splits that move nothing, slack, compaction."""
 
 import gc
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,18 @@ def test_one_buffer_for_all_layers_of_a_class() -> None:
     layout = kinds.layout_of(caches)
     assert [buffer.shape for buffer in kinds.seal(caches, layout, 0, 4).buffers] == [(60, 2, 4, 32)]
     assert layout.bytes_per_token == 60 * 2 * 32 * 4
+
+
+def test_an_extent_takes_no_more_memory_of_the_host_for_more_layers() -> None:
+    caches = _filled([KVCache] * 60, 4)
+    layout = kinds.layout_of(caches)
+    kinds.seal(caches, layout, 0, 4).segments(0, 0, 4)
+    tracemalloc.start()
+    held = [kinds.seal(caches, layout, 0, 4).whole() for _ in range(50)]
+    gc.collect()
+    size = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert size / len(held) < 2_000
 
 
 def test_slack_is_what_no_range_refers_to() -> None:
