@@ -68,7 +68,10 @@ class ColdStore(Protocol):
 
 @runtime_checkable
 class OwnedSpill(Protocol):
-    """Gets a clone of everything that is evicted, and disposes of it."""
+    """Gets a clone of everything that is evicted, and disposes of it, in the cache's thread.
+
+    While it is called it may read the cache and release leases, but nothing else.
+    """
 
     def spill_owned(self, lease: Lease, namespace: str) -> None:
         """Take `lease`; release it on success and on failure. Raising means it was not taken."""
@@ -77,7 +80,7 @@ class OwnedSpill(Protocol):
 
 @runtime_checkable
 class SyncSpill(Protocol):
-    """Sees everything that is evicted while it is still there."""
+    """Sees everything that is evicted while it is still there; may read the cache meanwhile."""
 
     def spill_sync(self, tokens: Tokens, caches: Sequence[Any], namespace: str) -> None:
         """Use the live entry and be done with it on return."""

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from ..affinity import ThreadGuard
 from .extents import ExtentRange
 from .holdings import Holdings
 from .kinds import clone
@@ -81,8 +82,9 @@ class PromptLease:
 class Lender:
     """Makes leases and knows those that are out."""
 
-    def __init__(self, holdings: Holdings) -> None:
+    def __init__(self, holdings: Holdings, guard: ThreadGuard) -> None:
         self._holdings = holdings
+        self._guard = guard
         self.on_released: Callable[[], object] | None = None
         self.departing_bytes = 0
         """Bytes that only leases without a node keep: they go as those are released."""
@@ -138,6 +140,7 @@ class Lender:
         return [span for loan in self._out.values() for span in loan.lent]
 
     def _released(self, lease: PromptLease) -> None:
+        self._guard.check()
         loan = self._out.pop(lease)
         self.departing_bytes -= loan.departing
         for span in loan.lent:

@@ -81,7 +81,7 @@ class PromptCache:
         self._spaces: dict[str, Space] = {}
         self._queue = EvictionQueue(policy, self._clock)
         self._holdings = Holdings(ledger)
-        self._lender = Lender(self._holdings)
+        self._lender = Lender(self._holdings, self._guard)
         self._reporter = Reporter(trace)
         forgotten = Forgotten()
         self._writes = (
@@ -175,11 +175,13 @@ class PromptCache:
 
     def peek_prefix_len(self, tokens: TokenSource, namespace: str = "") -> int:
         """Tokens of a prompt that RAM can serve. Refreshes nothing."""
+        self._guard.check()
         wanted = as_tokens(tokens)
         return self._peek(namespace).match(wanted, len(wanted) - 1).length
 
     def find_exact(self, tokens: TokenSource, namespace: str = "") -> Entry | None:
         """The entry of exactly these tokens, if all of it is in RAM and usable at its end."""
+        self._guard.check()
         space = self._peek(namespace)
         node = space.tree.find(tokens)
         if node is None or not node.is_entry or not space.usable_at(node):
@@ -196,6 +198,7 @@ class PromptCache:
         They are the marked boundaries, and for layers that cannot be cut anywhere also where the
         prompt leaves a stored path and every `CHECKPOINT_EVERY` tokens.
         """
+        self._guard.check()
         return put_points(as_tokens(tokens), self._peek(namespace), set(boundaries))
 
     # Storing
@@ -264,7 +267,8 @@ class PromptCache:
     def pin(self, tokens: TokenSource, namespace: str = "", ttl: float = 300.0) -> int:
         """Keep what is stored of `tokens` for `ttl` seconds; returns how many tokens that is.
 
-        Raises `CacheError` if more than half of the budget would be pinned.
+        Raises `CacheError` if more than half of the budget would be pinned, or for a `ttl` that is
+        not positive.
         """
         self._settle()
         wanted, space = as_tokens(tokens), self._peek(namespace)
@@ -279,6 +283,19 @@ class PromptCache:
                 f"{format_bytes(size)} would be pinned; the limit is {format_bytes(limit)}"
             )
         space.tree.pin(node, ttl)
+        return match.length
+
+    def prioritise(self, tokens: TokenSource, priority: int, namespace: str = "") -> int:
+        """Keep what is stored of `tokens` until all of a lower priority (0 unless raised) has left.
+
+        Returns how many tokens that is. A priority is only ever raised.
+        """
+        self._settle()
+        wanted, space = as_tokens(tokens), self._peek(namespace)
+        match = space.match(wanted, len(wanted))
+        if match.length:
+            node = self._intake.boundary(space, match.walk, match.length)
+            space.tree.prioritise(node, priority)
         return match.length
 
     def next_use(self, target: TokenSource | PromptLease, eta: float, namespace: str = "") -> None:
@@ -345,6 +362,7 @@ class PromptCache:
 
     def check_integrity(self) -> None:
         """Assert every invariant of every part; for tests and idle moments."""
+        self._guard.check()
         nodes: list[Node] = []
         for space in self._spaces.values():
             space.tree.check_integrity()
@@ -394,8 +412,10 @@ class PromptCache:
             _log.exception("on_put failed in namespace %r", space.name)
 
     def _settle(self) -> None:
-        """Check the thread, and take note of writes that ended."""
+        """Check who is calling, and take note of writes that ended."""
         self._guard.check()
+        if self._room.is_spilling:
+            raise CacheError("a spill sink may only read the cache that calls it")
         if self._writes is not None:
             self._writes.drain()
 

@@ -50,6 +50,8 @@ class Room:
         self.max_bytes = max_bytes
         self.checkpoint_bytes = checkpoint_bytes
         self.demotions = 0
+        self.is_spilling = False
+        """Whether a sink is being called, which must not change the cache under our feet."""
         self._is_making = False
         self._spaces = spaces
         self._holdings = holdings
@@ -124,7 +126,7 @@ class Room:
         if not self.has_refuge:
             return False
         lease = PromptLease(
-            tokens,
+            tokens.copy(),
             materialise(caches),
             namespace=space.name,
             plan=plan,
@@ -220,12 +222,15 @@ class Room:
 
     def _contained(self, space: Space, sink: Callable[..., None], *given: Any) -> bool:
         """Call a sink; whether it took what it was given."""
+        self.is_spilling = True
         try:
             sink(*given)
         except Exception:
             _log.exception("a spill sink failed in namespace %r", space.name)
             space.counts["spill_failures"] += 1
             return False
+        finally:
+            self.is_spilling = False
         space.counts["spills"] += 1
         return True
 

@@ -26,7 +26,9 @@ class Match(NamedTuple):
 
 
 class Space:
-    """One namespace. `layout` is that of the first put; all later ones must have it."""
+    """One namespace. `layout` is that of the first put; until `restart` all later ones must have
+    it.
+    """
 
     def __init__(self, name: str, queue: EvictionQueue, clock: Callable[[], float]) -> None:
         self.name = name
@@ -69,6 +71,7 @@ class Space:
                 self.tree.remove(node)
         # What is leased stays with the old tree, which nobody walks any more.
         self._observer.is_closed = True
+        self.layout = None
         self._observer = _Observer(self._queue)
         self.tree = PrefixTree(self.name, clock=self._clock, observer=self._observer)
         return nodes

@@ -3,6 +3,7 @@
 import logging
 import random
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -121,18 +122,45 @@ class TestPut:
 
     def test_everything_is_called_from_one_thread(self, cache: PromptCache) -> None:
         put(cache, range(5))
-        failures: list[BaseException] = []
+        lease = take(cache, range(5))
+        assert lease is not None
+        calls: list[Callable[[], object]] = [
+            lambda: cache.plan(range(5)),
+            lambda: cache.peek_prefix_len(range(5)),
+            lambda: cache.find_exact(range(5)),
+            lambda: cache.put_points(range(5)),
+            lambda: cache.put(range(5), []),
+            cache.statistics,
+            cache.clear,
+            lease.release,
+        ]
+        failures: list[str] = []
 
         def elsewhere() -> None:
-            try:
-                cache.plan(range(5))
-            except AssertionError as error:
-                failures.append(error)
+            for call in calls:
+                try:
+                    call()
+                except AssertionError as error:
+                    failures.append(str(error))
 
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
-        assert "owned by thread" in str(failures[0])
+        assert ["owned by thread" in failure for failure in failures] == [True] * len(calls)
+
+    def test_another_layout_may_follow_once_a_namespace_is_cleared(
+        self, cache: PromptCache
+    ) -> None:
+        put(cache, range(5))
+        lease = take(cache, range(5))
+        assert lease is not None
+        with pytest.raises(CacheError, match="the namespace has KVCache"):
+            put(cache, range(5), "state")
+        cache.clear()
+        assert put(cache, range(5), "state").stored
+        assert taken(cache, range(6), "state") == 5
+        lease.release()
+        cache.check_integrity()
 
 
 class TestPlan:

@@ -1,9 +1,13 @@
 """Making room: eviction, pins, hints, compaction, checkpoints, sinks."""
 
 import logging
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 
+from mlx_swarm.broker.cache.prefix_hash import Tokens
 from mlx_swarm.broker.cache.prompt_cache import PromptCache
 from mlx_swarm.broker.errors import CacheError
 from tests.cache.fake_cold import OwnedSink, SyncSink
@@ -45,6 +49,19 @@ class TestEviction:
             cache.pin(sequence(1, 30))
         assert cache.pin(sequence(1, 20)) == 20
         assert cache.pin([9, 9]) == 0
+
+    def test_what_has_priority_leaves_last(self) -> None:
+        cache = PromptCache(30 * TOKEN_BYTES)
+        put(cache, sequence(1, 15))
+        assert cache.prioritise([*sequence(1, 10), 99], 1) == 10
+        for start in (2, 3, 4):
+            put(cache, sequence(start, 15))
+        assert taken(cache, [*sequence(1, 15), 7]) == 10
+        assert cache.prioritise(sequence(4, 15), 2) == 15
+        put(cache, sequence(5, 15))
+        assert taken(cache, [*sequence(1, 15), 7]) == 0
+        assert taken(cache, [*sequence(4, 15), 7]) == 15
+        assert cache.prioritise([9, 9], 1) == 0
 
     def test_the_hint_of_a_next_use_keeps_a_leaf(self) -> None:
         cache = PromptCache(30 * TOKEN_BYTES, clock=(clock := Clock()))
@@ -117,6 +134,36 @@ class TestSpill:
         assert (total.spill_failures, total.evictions, cache.demotions) == (1, 1, 0)
         assert cache.statistics().leases == 0
         assert "sink is broken" in caplog.text
+
+    @pytest.mark.parametrize("call", ["take", "clear", "put"])
+    def test_a_sink_that_changes_the_cache_counts_as_failed(
+        self, call: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        class Meddler:
+            def spill_sync(self, tokens: Tokens, caches: Sequence[Any], namespace: str) -> None:
+                assert cache.find_exact(tokens) is not None
+                calls: dict[str, Callable[[], object]] = {
+                    "take": lambda: cache.take([*tokens, 7]),
+                    "clear": cache.clear,
+                    "put": lambda: cache.put(tokens, caches, "elsewhere"),
+                }
+                calls[call]()
+
+        cache = PromptCache(20 * TOKEN_BYTES, spill=Meddler())
+        for start in (1, 2, 3):
+            assert put(cache, sequence(start, 15)).stored
+            cache.check_integrity()
+        assert cache.statistics().total.spill_failures == 2
+        assert "may only read" in caplog.text
+
+    def test_an_oversize_entry_is_handed_on_with_tokens_of_its_own(self) -> None:
+        cache = PromptCache(20 * TOKEN_BYTES, spill=(sink := OwnedSink()))
+        tokens = np.arange(25, dtype=np.uint32)
+        assert cache.put(tokens, build("full", range(25))).refusal == "oversize"
+        tokens[:] = 0
+        (lease,) = sink.leases
+        assert lease.tokens.tolist() == [*range(25)]
+        lease.release()
 
     def test_clear_never_spills(self) -> None:
         cache = PromptCache(1 << 20, spill=(sink := SyncSink()))
