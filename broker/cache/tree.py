@@ -27,6 +27,9 @@ from .prefix_hash import (
     namespace_digest,
 )
 
+MAX_HINTS = 1024
+"""Expectations that a node remembers: the earliest ones."""
+
 
 class Observer(Protocol):
     """Told of what the order of eviction depends on."""
@@ -337,7 +340,12 @@ class PrefixTree:
         self._changed(node)
 
     def pin(self, node: Node, ttl: float) -> None:
-        """Keep a node for `ttl` seconds from now; a pin that lasts longer already stays."""
+        """Keep a node for `ttl` seconds from now; a pin that lasts longer already stays.
+
+        Raises `CacheError` unless `ttl` is positive.
+        """
+        if not ttl > 0:
+            raise CacheError(f"pinned for {ttl} seconds; more than 0 are needed")
         node.pinned_until = max(node.pinned_until, self.clock() + ttl)
         self._pinned.add(node)
         self._changed(node)
@@ -375,10 +383,11 @@ class PrefixTree:
         """Hint that the sequence ending at `node` is needed in `eta` seconds (inf: never again).
 
         Several users may expect the same node; each hit takes the earliest expectation away.
+        Raises `CacheError` for an `eta` that is no number.
         """
-        if node.hints is None:
-            node.hints = []
-        insort(node.hints, self.clock() + eta)
+        if math.isnan(eta):
+            raise CacheError(f"expected in {eta} seconds; a number or inf is needed")
+        _expect(node, self.clock() + eta)
         self._changed(node)
 
     # Telling about itself
@@ -420,8 +429,7 @@ class PrefixTree:
         is_shared = parent.hits > node.hits + 1
         for due in node.hints or ():
             if due < math.inf or not is_shared:
-                parent.hints = parent.hints or []
-                insort(parent.hints, due)
+                _expect(parent, due)
         node.hints = None
         parent.held_children -= 1
         node.state = NodeState.COLD
@@ -435,6 +443,13 @@ class PrefixTree:
     def _changed(self, node: Node) -> None:
         if self._observer is not None:
             self._observer.changed(node)
+
+
+def _expect(node: Node, due: float) -> None:
+    if node.hints is None:
+        node.hints = []
+    insort(node.hints, due)
+    del node.hints[MAX_HINTS:]
 
 
 def _divergence_among(node: Node, wanted: Tokens, at: int) -> Divergence | None:

@@ -14,7 +14,8 @@ from bench.cache_workloads import bursts, documents, phases, round_table, swarm
 from mlx_swarm.broker.cache.density import hit_densities
 from mlx_swarm.broker.cache.eviction import LRU, EvictionPolicy, EvictionQueue, HitDensity
 from mlx_swarm.broker.cache.node import Node, NodeState
-from mlx_swarm.broker.cache.tree import PrefixTree
+from mlx_swarm.broker.cache.tree import MAX_HINTS, PrefixTree
+from mlx_swarm.broker.errors import CacheError
 from tests.cache.index_model import ManualClock, span_of
 
 
@@ -191,6 +192,20 @@ def test_that_one_agent_is_done_says_nothing_about_what_others_share() -> None:
     cache.tree.expect(last, math.inf)
     assert cache.evict(2) == [[1, 2, 3], [1, 2]]
     assert not shared.hints
+
+
+def test_expectations_are_numbers_and_do_not_pile_up() -> None:
+    cache = Cache()
+    node = cache.put(1, 2)
+    with pytest.raises(CacheError, match="nan"):
+        cache.tree.expect(node, math.nan)
+    for _ in range(MAX_HINTS):
+        cache.tree.expect(node, math.inf)
+    cache.tree.expect(node, 5.0)
+    assert node.hints is not None
+    assert len(node.hints) == MAX_HINTS
+    assert node.hints[0] < math.inf
+    cache.tree.check_integrity()
 
 
 def test_void_places_do_not_pile_up() -> None:

@@ -297,6 +297,16 @@ def test_an_expired_pin_stays_expired_when_the_clock_goes_back() -> None:
     assert tree.pinned_nodes() == set()
 
 
+@pytest.mark.parametrize("ttl", [0.0, -1.0, float("nan")])
+def test_a_pin_lasts_some_time(ttl: float) -> None:
+    tree = stored([1, 2])
+    node = tree.find([1, 2])
+    assert node is not None
+    with pytest.raises(CacheError, match="more than 0"):
+        tree.pin(node, ttl)
+    assert not tree.pinned_nodes()
+
+
 def test_a_pin_covers_the_path_above_it() -> None:
     tree = stored([1, 2], [1, 2, 3], [1, 2, 4])
     leaf = tree.find([1, 2, 3])
