@@ -43,7 +43,7 @@ class Lookup:
         """
         limit = len(wanted) - 1
         match = space.match(wanted, limit)
-        reason, divergence = explain(wanted, match, space, self._spaces.values(), self._forgotten)
+        reason, divergence = explain(wanted, match, space, self._spaces, self._forgotten)
         cold = None if restored is not None else self._candidate(wanted, space, match.length)
         gained = cold.length - match.length if cold is not None else 0
         if restored is not None and match.length < min(restored, limit):

@@ -1,8 +1,9 @@
 """Tokens as arrays, common prefixes, and the chained hashes that name a prefix. No MLX.
 
 A page is 64 tokens. Page hashes chain: the hash of a page covers everything before it, so equal
-hashes mean equal prefixes up to a collision, and tokens are always compared after a match. Hashes
-that stay in the process are xxh3_128; names that leave it (files, events, routing) are sha256.
+hashes mean equal prefixes up to a collision. They only name: the tree compares tokens, because
+jumping by page hashes is slower (`bench.cache`). Names that leave the process (files, events,
+routing), and what the eviction policy remembers by, are sha256.
 """
 
 import hashlib

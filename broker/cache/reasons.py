@@ -1,7 +1,7 @@
 """Why a hit ends where it does: every miss and every short hit has a reason."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from itertools import islice
 
 import xxhash
 
@@ -12,8 +12,8 @@ from .space import Match, Space
 REMEMBERED = 16_384
 """Evicted nodes that are remembered, 8 bytes each and the dictionary around them."""
 
-COMPARED_NAMESPACES = 16
-"""Other namespaces that are asked whether they have what this one lacks."""
+COMPARED_NAMESPACES = 64
+"""So many of the latest namespaces are asked whether they have what this one lacks."""
 
 
 class Forgotten:
@@ -34,7 +34,7 @@ class Forgotten:
 
 
 def explain(
-    tokens: Tokens, match: Match, space: Space, others: Iterable[Space], forgotten: Forgotten
+    tokens: Tokens, match: Match, space: Space, spaces: dict[str, Space], forgotten: Forgotten
 ) -> tuple[MissReason | None, Divergence | None]:
     """Why `match` ends short of the last token but one, and the two tokens if they differ."""
     limit = len(tokens) - 1
@@ -45,19 +45,18 @@ def explain(
         return match.reason, match.walk.divergence
     if forgotten.knows(space.name, tokens, matched):
         return "evicted", match.walk.divergence
-    if matched < PAGE_TOKENS and _elsewhere(tokens, matched, space, others):
+    if matched < PAGE_TOKENS and _elsewhere(tokens, matched, space, spaces):
         return "namespace", match.walk.divergence
     if match.walk.divergence is not None:
         return "diverged", match.walk.divergence
     return "cold_start", None
 
 
-def _elsewhere(tokens: Tokens, matched: int, space: Space, others: Iterable[Space]) -> bool:
+def _elsewhere(tokens: Tokens, matched: int, space: Space, spaces: dict[str, Space]) -> bool:
     """Whether another namespace goes further along the prompt than this one."""
-    candidates = [other for other in others if other is not space and len(other.tree)]
-    return any(
-        other.tree.walk(tokens).length > matched for other in candidates[-COMPARED_NAMESPACES:]
-    )
+    latest = islice(reversed(spaces), COMPARED_NAMESPACES)
+    others = (spaces[name].tree for name in latest if name != space.name)
+    return any(tree.walk(tokens).length > matched for tree in others)
 
 
 def _key(namespace: str, tokens: Tokens, at: int) -> int:
