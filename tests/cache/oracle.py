@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import ArraysCache, CacheList, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
 
 from mlx_swarm.broker.cache.kinds import materialise
 from mlx_swarm.broker.cache.lease import PromptLease
@@ -184,10 +190,19 @@ def _valid_lengths(
         assert isinstance(rows, Rows)
         known[rows.positions[rows.positions < min(shared, deepest)]] = True
     missing = np.concatenate([[0], np.cumsum(~known)])
-    window = cache.max_size if isinstance(cache, RotatingKVCache) else deepest
-    starts = np.maximum(np.arange(deepest + 1) - window, 0)
-    result: Array = missing == missing[starts]
+    keep, span = _needs(cache, deepest)
+    lengths = np.arange(deepest + 1)
+    kept = np.minimum(keep, lengths)
+    starts = np.maximum(lengths - span, kept)
+    result: Array = (missing == missing[starts]) & (missing[kept] == 0)
     return result
+
+
+def _needs(cache: Any, length: int) -> tuple[int, int]:
+    """How many of the first and of the last tokens before `length` a layer attends to."""
+    if isinstance(cache, RotatingKVCache):
+        return cache.keep, cache.max_size - cache.keep
+    return 0, cache.chunk_size if isinstance(cache, ChunkedKVCache) else length
 
 
 def _fill(cache: Any, layers: Any, length: int) -> None:
@@ -200,8 +215,9 @@ def _fill(cache: Any, layers: Any, length: int) -> None:
     if isinstance(layer, State):
         cache.cache = [None if slot is None else mx.array(slot) for slot in layer.slots]
         return
-    window = cache.max_size if isinstance(cache, RotatingKVCache) else length
-    planes = [mx.array(plane[:, -window:])[None] for plane in layer.planes]
+    keep, span = _needs(cache, length)
+    needed = (layer.positions < keep) | (layer.positions >= length - span)
+    planes = [mx.array(plane[:, needed])[None] for plane in layer.planes]
     half = len(planes) // 2
     if isinstance(cache, QuantizedKVCache):
         cache.keys, cache.values = tuple(planes[:half]), tuple(planes[half:])
@@ -210,6 +226,8 @@ def _fill(cache: Any, layers: Any, length: int) -> None:
     cache.offset = length
     if isinstance(cache, RotatingKVCache):
         cache._idx = cache.keys.shape[2]
+    if isinstance(cache, ChunkedKVCache):
+        cache.start_position = length - cache.keys.shape[2]
 
 
 def _flat(caches: Sequence[Any]) -> list[Any]:

@@ -22,8 +22,9 @@ from mlx_lm.models.cache import (
 from mlx_swarm.broker.cache.clones import Clone
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 8, 4
-QUANTIZED_DIM = 32
 WINDOW = 8
+UNUSED_SLOT = 2
+"""The slot that no layer fills."""
 
 Array = np.ndarray[Any, Any]
 
@@ -47,11 +48,20 @@ FAMILIES: dict[str, Callable[[], list[Any]]] = {
     "full": lambda: [KVCache(), KVCache()],
     "concatenate": lambda: [ConcatenateKVCache(), KVCache()],
     "quantized": lambda: [QuantizedKVCache(group_size=32, bits=8), QuantizedKVCache(32, 4)],
+    "quantized_oddly": lambda: [QuantizedKVCache(64, 3), QuantizedKVCache(128, 2), KVCache()],
     "window": lambda: [KVCache(), RotatingKVCache(max_size=WINDOW)],
+    "window_keep": lambda: [RotatingKVCache(WINDOW, keep=3), RotatingKVCache(WINDOW + 3)],
+    "chunked": lambda: [ChunkedKVCache(WINDOW), KVCache()],
     "state": lambda: [ArraysCache(2), KVCache()],
     "state_only": lambda: [ArraysCache(2)],
     "nested": lambda: [CacheList(KVCache(), ArraysCache(1)), KVCache()],
+    "nested_twice": lambda: [
+        CacheList(CacheList(RotatingKVCache(WINDOW, keep=1), ArraysCache(3)), KVCache()),
+        ArraysCache(1),
+    ],
 }
+STATEFUL = frozenset({"state", "state_only", "nested", "nested_twice"})
+"""The families that serve only lengths with a checkpoint."""
 
 
 def advance(caches: Sequence[Any], tokens: Sequence[int], start: int) -> None:
@@ -59,9 +69,11 @@ def advance(caches: Sequence[Any], tokens: Sequence[int], start: int) -> None:
     states = prefix_states(tokens)
     for layer, cache in enumerate(_leaves(caches)):
         if isinstance(cache, ArraysCache) or hasattr(cache, "cache"):
-            for slot in range(len(cache.cache)):
+            for slot in {*range(len(cache.cache))} - {UNUSED_SLOT}:
                 cache[slot] = mx.array(state_row(states[-1], layer, slot))
             continue
+        if hasattr(cache, "maybe_trim_front"):
+            cache.maybe_trim_front()
         dims = _dims(cache)
         keys = rows_of(states[start:], layer, 0, dims[0])
         values = rows_of(states[start:], layer, 1, dims[1])
@@ -130,7 +142,7 @@ def _leaves(caches: Sequence[Any]) -> list[Any]:
 
 def _dims(cache: Any) -> tuple[int, int]:
     if isinstance(cache, QuantizedKVCache) or hasattr(cache, "bits"):
-        return QUANTIZED_DIM, QUANTIZED_DIM
+        return cache.group_size, cache.group_size
     return KEY_DIM, VALUE_DIM
 
 

@@ -16,7 +16,15 @@ from tests.cache.fake_cold import FakeColdStore
 from tests.cache.helpers import TOKEN_BYTES, holds, large, put, sequence, take, taken, turn
 from tests.cache.rows import FAMILIES, advance, build, contents, same
 
-RING_AND_STATE = ["window", "state", "state_only", "nested"]
+RING_AND_STATE = [
+    "window",
+    "window_keep",
+    "chunked",
+    "state",
+    "state_only",
+    "nested",
+    "nested_twice",
+]
 
 
 @pytest.fixture

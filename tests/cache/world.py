@@ -6,16 +6,18 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from mlx_swarm.broker.cache.clones import ChunkedClone
 from mlx_swarm.broker.cache.cold import ColdMatch
 from mlx_swarm.broker.cache.extents import Extent, ExtentRange
-from mlx_swarm.broker.cache.kinds import materialise
+from mlx_swarm.broker.cache.kinds import layout_of, materialise
+from mlx_swarm.broker.cache.layout import Layout, TokenLeaf
 from mlx_swarm.broker.cache.lease import PromptLease
 from mlx_swarm.broker.cache.prompt_cache import PromptCache
 from mlx_swarm.broker.errors import CacheError
 from mlx_swarm.broker.trace.events import Event, Evicted
 from tests.cache.fake_cold import FakeColdStore, OwnedSink, SyncSink
 from tests.cache.oracle import LinearPromptCache, Lost, Resident
-from tests.cache.rows import advance, build, contents, same
+from tests.cache.rows import STATEFUL, Content, Rows, advance, build, contents, same
 
 
 class Clock:
@@ -104,7 +106,7 @@ class World:
         """Cut tokens off a clone's end, if all its layers can."""
         running = self.running[index]
         count = min(count, len(running.tokens) - 1)
-        if count < 1 or not all(_can_trim(cache) for cache in running.caches):
+        if count < 1 or not _can_trim(running.caches, len(running.tokens) - count):
             return
         before = self.checksum()
         for cache in running.caches:
@@ -247,6 +249,7 @@ class World:
     def _compare(self, family: str, tokens: Sequence[int], caches: list[Any]) -> None:
         length = len(tokens)
         found = contents(materialise(caches))
+        assert _is_whole(found, layout_of(caches), length), (family, length)
         computed = contents(build(family, tokens))
         assert all(same(a, b) for a, b in zip(found, computed, strict=True)), (family, length)
         if self.oracle.usable([*tokens, 0], family) == length:
@@ -259,8 +262,7 @@ class World:
         lost = Lost(0, 0)
         for family in self.families:
             tokens, states = self.oracle.retain(family, resident(self.cache, family))
-            is_stateful = family in ("state", "state_only", "nested")
-            lost = Lost(lost.tokens + tokens, lost.states + (states if is_stateful else 0))
+            lost = Lost(lost.tokens + tokens, lost.states + states * (family in STATEFUL))
         return lost
 
 
@@ -281,5 +283,20 @@ def _bytes(extent: Extent) -> tuple[bytes, ...]:
     return tuple(np.array(buffer).tobytes() for buffer in extent.buffers)
 
 
-def _can_trim(cache: Any) -> bool:
-    return bool(cache.is_trimmable())
+def _is_whole(found: Sequence[Content], layout: Layout, length: int) -> bool:
+    """Whether every layer holds all that its next token attends to."""
+    for leaf, rows in zip(layout.leaves, found, strict=True):
+        if isinstance(leaf, TokenLeaf):
+            assert isinstance(rows, Rows)
+            held = set(rows.positions.tolist())
+            if not all(held.issuperset(range(*run)) for run in leaf.retention.needed(length)):
+                return False
+    return True
+
+
+def _can_trim(caches: Sequence[Any], length: int) -> bool:
+    """Whether all layers can be cut there, and chunked ones know enough to go on."""
+    if not all(cache.is_trimmable() for cache in caches):
+        return False
+    chunked = [cache for cache in caches if isinstance(cache, ChunkedClone)]
+    return all(cache.start_position <= max(0, length - cache.chunk_size) for cache in chunked)
