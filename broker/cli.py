@@ -1,13 +1,18 @@
 """The command line, `mlx-swarm`. A command imports what it needs when it runs: help is fast.
 
-Whatever goes wrong on purpose is one line on stderr and an exit code: 1 for a `SwarmError`, 2 for a
-command line that cannot be read, 130 for Ctrl-C.
+Whatever goes wrong on purpose is one line on stderr and an exit code: 1 for a `SwarmError` and for
+what the system refuses (a full disk, say), 2 for a command line that cannot be read, 130 for Ctrl-C
+and 128 plus the signal for the others, which end a command just as orderly.
 """
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module, metadata
 from io import TextIOWrapper
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -27,7 +32,9 @@ def main() -> None:
         if isinstance(stream, TextIOWrapper):
             # What a model writes may not exist in the terminal's encoding.
             stream.reconfigure(errors="replace")
-    sys.exit(run(sys.argv[1:]))
+    received = _interrupt_on("SIGTERM", "SIGHUP")
+    code = run(sys.argv[1:]) or _write_out()
+    sys.exit(128 + received[0] if received else code)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -40,6 +47,10 @@ def run(arguments: Sequence[str]) -> int:
         return INTERRUPTED
     except SwarmError as error:
         return _complain(1, str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except OSError as error:
+        return _complain(1, _told(error))
     except BaseExceptionGroup as group:
         return _report_group(group)
 
@@ -104,8 +115,50 @@ def _report_group(group: BaseExceptionGroup[BaseException]) -> int:
     return _complain(1, str(first))
 
 
+def _interrupt_on(*names: str) -> list[int]:
+    """Make these signals end the command as Ctrl-C does; returns where those that came are kept."""
+    received: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        handler = signal.getsignal(signal.SIGINT)
+        # A command in a script's background ignores Ctrl-C, but not this.
+        if not callable(handler):
+            raise KeyboardInterrupt
+        handler(signal.SIGINT, frame)
+
+    for name in names:
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, interrupt)
+    return received
+
+
+def _write_out() -> int:
+    """Write what was printed and is still held back; 1 if that fails, else 0."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        _discard_output()
+        return _complain(1, _told(error))
+    return 0
+
+
+def _discard_output() -> None:
+    """Have the rest go nowhere: the interpreter writes it again at its end, and would complain."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _told(error: OSError) -> str:
+    reason = error.strerror or str(error)
+    return f"{reason}: {error.filename}" if error.filename else reason
+
+
 def _complain(code: int, message: str) -> int:
-    typer.echo(f"mlx-swarm: {' '.join(message.split())}", err=True)
+    with suppress(OSError):  # there is nobody left to tell
+        typer.echo(f"mlx-swarm: {' '.join(message.split())}", err=True)
     return code
 
 

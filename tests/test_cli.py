@@ -161,7 +161,10 @@ def test_cache_folder_that_cannot_be_written(
     assert str(in_the_way) in complaint(capsys, "demo")
 
 
-def test_interrupt_ends_quietly() -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_signals_end_it_quietly(number: signal.Signals, code: int) -> None:
     command = [sys.executable, "-m", "mlx_swarm.broker.cli", *DEMO, "--max-tokens", "3000"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
@@ -170,8 +173,26 @@ def test_interrupt_ends_quietly() -> None:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.readline()  # agents are writing
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         complaints = process.stderr.read()
         process.stdout.read()
-    assert process.returncode == 130
+    assert process.returncode == code
     assert "Traceback" not in complaints
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+@pytest.mark.parametrize("arguments", [["--version"], ["demo", "--help"]])
+def test_output_that_cannot_be_written_is_one_line(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "mlx_swarm.broker.cli", *arguments]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.stderr == "mlx-swarm: No space left on device\n"
+    assert done.returncode == 1
+
+
+def test_a_terminal_without_width_is_printed_to_all_the_same(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    assert cli.run([*DEMO, "--agents", "1"]) == 0
+    assert "summary" in capsys.readouterr().out

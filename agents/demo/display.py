@@ -1,5 +1,6 @@
 """Agents side by side while they write: a live table on a terminal, plain lines anywhere else."""
 
+import unicodedata
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -47,7 +48,7 @@ class LiveDisplay:
                 self._states[name] = "reading"
             case AgentDelta(agent=name, text=text):
                 self._states[name] = "writing"
-                self._texts[name] += text
+                self._texts[name] += printable(text)
             case AgentFinished(agent=name):
                 self._states[name] = "done"
             case AgentFailed(agent=name) | AgentStopped(agent=name):
@@ -93,7 +94,7 @@ class LineDisplay:
         """Print the lines that are complete now."""
         match event:
             case AgentDelta(agent=name, text=text):
-                self._pending[name] += text
+                self._pending[name] += printable(text)
                 self._print_full_lines(name)
             case AgentFinished(agent=name):
                 self._print(name, self._pending[name])
@@ -119,6 +120,14 @@ class LineDisplay:
     def _print(self, name: str, line: str) -> None:
         if line.strip():
             self._console.out(f"{name:>{self._width}} | {line.strip()}", highlight=False)
+
+
+def printable(text: str) -> str:
+    """Text without what would steer the terminal: a model can write escape sequences, too."""
+    return "".join(
+        "\N{REPLACEMENT CHARACTER}" if unicodedata.category(each) == "Cc" and each != "\n" else each
+        for each in text.replace("\r", "").replace("\t", " ")
+    )
 
 
 def _line_end(text: str) -> int:

@@ -21,6 +21,7 @@ from .tables import print_comparison, print_run
 from .texts import handbook, tasks_for
 
 MOST_AGENTS = 1024
+LEAST_WIDTH = 20
 MAX_TOKENS = 48
 MAX_TOKENS_SLOW = 32
 
@@ -49,8 +50,8 @@ def run(options: Options) -> None:
 
 
 async def _run(options: Options) -> None:
-    messages = Console(stderr=True)
-    output = messages if options.json else Console()
+    messages = _console(stderr=True)
+    output = messages if options.json else _console()
     async with AsyncExitStack() as stack:
         with LoadingDisplay(messages) as loading:
             broker = await stack.enter_async_context(Broker(options.model, progress=loading.report))
@@ -64,6 +65,14 @@ async def _run(options: Options) -> None:
     if options.json:
         report = shared.as_json() | ({"without_sharing": alone.as_json()} if alone else {})
         sys.stdout.write(json.dumps(report) + "\n")  # in ASCII, which every locale can print
+
+
+def _console(*, stderr: bool = False) -> Console:
+    """A console that is wide enough to print at all, whatever the environment says."""
+    console = Console(stderr=stderr)
+    if console.width < LEAST_WIDTH:
+        console.width = LEAST_WIDTH
+    return console
 
 
 class Demo:

@@ -46,6 +46,16 @@ def test_lines_take_any_text(text: str) -> None:
     assert shown == "".join(text.split("\n")).strip()
 
 
+def test_nothing_a_model_writes_steers_the_terminal() -> None:
+    for terminal in (False, True):
+        file = io.StringIO()
+        console = Console(file=file, force_terminal=terminal, color_system=None, width=60)
+        with display_for(console, ["one"]) as display:
+            display.show(delta("one", "a\x1b]0;title\x07b\x9b31mc\x08\rd\te"))
+            display.show(finished("one"))
+        assert "a\ufffd]0;title\ufffdb\ufffd31mc\ufffdd e" in file.getvalue()
+
+
 @pytest.mark.parametrize("agents", [1, 8, 40])
 def test_live_table_shows_the_end_of_what_each_agent_wrote(agents: int) -> None:
     names = [f"agent-{number}" for number in range(agents)]
