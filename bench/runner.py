@@ -160,7 +160,7 @@ def machine() -> Machine:
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
-        versions={name: metadata.version(name) for name in DISTRIBUTIONS},
+        versions={name: _version(name) for name in DISTRIBUTIONS},
     )
 
 
@@ -196,6 +196,14 @@ def _ratio(figure: Figure, baseline: Figure, *, higher_is_better: bool) -> Ratio
         high=figure.high / baseline.low,
         verdict=verdict,
     )
+
+
+def _version(name: str) -> str:
+    """Of an installed distribution; a checkout on the path has none."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _device(kind: str) -> str:

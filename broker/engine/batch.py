@@ -23,15 +23,20 @@ from .replicated import ReplicatedDecoder
 from .row import Row, RowToken
 from .self_test import self_test
 from .shared import SharedDecoder
+from .shared_attention import Implementation
 
 __all__ = ["BatchLane", "LaneStatistics", "RowToken"]
 
 
 class LaneStatistics(Struct, frozen=True, kw_only=True):
-    """How rows decode, `shared` or `replicated`, why not shared, and what the batch holds now."""
+    """How rows decode, `shared` or `replicated`, why not shared, and what the batch holds now.
+
+    `attention` is what serves the model's layers (`kernel`, `fused`, `scores`), and why.
+    """
 
     prefixes: Literal["shared", "replicated"]
     reason: str
+    attention: tuple[Implementation, ...]
     batch: DecodeStatistics
 
 
@@ -64,8 +69,8 @@ class BatchLane:
         self._model = model
         self._cache = cache
         self._self_test = self_test(model.model)
-        verdict, layout = batch_test(model.model, model.make_caches)
-        self._reason = verdict.reason
+        self._verdict = batch_test(model.model, model.make_caches)
+        layout = self._verdict.layout
         self._decoder: Decoder = (
             ReplicatedDecoder(model, max_rows)
             if layout is None
@@ -149,7 +154,8 @@ class BatchLane:
         """How rows decode, and what the batch holds now."""
         return LaneStatistics(
             prefixes="replicated" if isinstance(self._decoder, ReplicatedDecoder) else "shared",
-            reason=self._reason,
+            reason=self._verdict.test.reason,
+            attention=self._verdict.attention,
             batch=self._decoder.statistics(),
         )
 

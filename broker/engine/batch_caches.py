@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..cache.layout import TokenLeaf
-from .shared_attention import DecodePlan, Span, Tails, decode_attention
+from .shared_attention import DecodePlan, Geometry, Span, Tails, decode_attention, geometry_of
 from .slabs import TailSlabs
 
 
@@ -20,6 +20,14 @@ class WindowMask(NamedTuple):
     """
 
     window: int
+
+
+class Asked(NamedTuple):
+    """The shapes of one layer's attention, and whether it has sinks or a window."""
+
+    geometry: Geometry
+    sinks: bool
+    window: bool
 
 
 class StepState:
@@ -39,6 +47,8 @@ class StepState:
         self.place = place
         self.plans = plans
         self.spans = spans
+        self.asked: set[Asked] = set()
+        """What its layers asked of attention."""
         self._narrowed: dict[tuple[int, int], DecodePlan] = {}
 
     def advance(self) -> "StepState":
@@ -126,4 +136,6 @@ class BatchHandle:
         if mask is not None and not isinstance(mask, WindowMask):
             raise TypeError("the model makes its own masks: it needs stock caches")
         plan = self._state.plan(self._window, mask.window if mask is not None else 0)
+        asked = Asked(geometry_of(queries, self._tails), sinks is not None, bool(plan.window))
+        self._state.asked.add(asked)
         return decode_attention(queries, self._spans, self._tails, plan, scale=scale, sinks=sinks)

@@ -4,16 +4,18 @@ What cannot gets mlx-lm's batches, with a copy of the prefix for each row: corre
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.sample_utils import greedy_sampler
 
 from ..cache import kinds
 from ..cache.layout import Layout, StateLeaf, TokenLeaf
+from .batch_caches import Asked
 from .decode_batch import DecodeBatch
 from .seat import Seat
 from .self_test import FLOOR, NOISE, PROMPT, SelfTest, size
+from .shared_attention import Implementation, warm_up
 from .sharing import Piece
 
 SHARED = 6
@@ -21,29 +23,37 @@ ROWS = (PROMPT, (*PROMPT[:SHARED], 8, 8), PROMPT[: SHARED + 1])
 NEXT = 7
 
 
-def batch_test(model: Any, make_caches: Callable[[], list[Any]]) -> tuple[SelfTest, Layout | None]:
-    """The verdict, and the layout of the model's caches if it passed. Never raises for what the
-    model does.
-    """
+class BatchVerdict(NamedTuple):
+    """`layout` is that of the model's caches if it passed, `attention` what serves its layers."""
+
+    test: SelfTest
+    layout: Layout | None = None
+    attention: tuple[Implementation, ...] = ()
+
+
+def batch_test(model: Any, make_caches: Callable[[], list[Any]]) -> BatchVerdict:
+    """Try the model, and compile what its decode steps need. Never raises for what it does."""
     try:
         dtype = model(mx.array([PROMPT])).dtype
         filled = [_filled(model, prompt, make_caches()) for prompt in ROWS]
         layout = kinds.layout_of(filled[0])
         reason = unsupported(layout)
         if reason:
-            return SelfTest(False, reason), None
-        got = _batched(model, layout, filled)
+            return BatchVerdict(SelfTest(False, reason))
+        got, asked = _batched(model, layout, filled)
         expected = mx.concatenate([_logits(model, (NEXT,), caches) for caches in filled])
         whole = [_logits(model, (*prompt, NEXT), make_caches()) for prompt in ROWS]
     except Exception as error:  # any failure at all means: this model cannot
-        return SelfTest(False, f"{type(error).__name__}: {error}"), None
+        return BatchVerdict(SelfTest(False, f"{type(error).__name__}: {error}"))
     noise = size(mx.concatenate(whole) - expected)
     tolerance = max(NOISE * noise, FLOOR.get(dtype, 2e-2) * size(expected))
     error_size = size(got - expected)
     if not error_size <= tolerance:
         reason = f"logits differ by {error_size:.3g}, at most {tolerance:.3g} is allowed"
-        return SelfTest(False, reason, error_size, tolerance), None
-    return SelfTest(True, "", error_size, tolerance), layout
+        return BatchVerdict(SelfTest(False, reason, error_size, tolerance))
+    passed = SelfTest(True, "", error_size, tolerance)
+    served = [warm_up(each.geometry, sinks=each.sinks, window=each.window) for each in asked]
+    return BatchVerdict(passed, layout, tuple(sorted(set(served))))
 
 
 def unsupported(layout: Layout) -> str:
@@ -60,7 +70,9 @@ def unsupported(layout: Layout) -> str:
     return ""
 
 
-def _batched(model: Any, layout: Layout, filled: Sequence[list[Any]]) -> mx.array:
+def _batched(
+    model: Any, layout: Layout, filled: Sequence[list[Any]]
+) -> tuple[mx.array, set[Asked]]:
     """Logits of one step of all rows, the first of them over one span where there is KV."""
     path: list[Piece] = []
     if any(isinstance(leaf, TokenLeaf) for leaf in layout.leaves):
@@ -77,7 +89,8 @@ def _batched(model: Any, layout: Layout, filled: Sequence[list[Any]]) -> mx.arra
             sampler=greedy_sampler,
         )
         batch.add(seat)
-    return batch.probe().astype(mx.float32)
+    logits, asked = batch.probe()
+    return logits.astype(mx.float32), asked
 
 
 def _filled(model: Any, prompt: Sequence[int], caches: list[Any]) -> list[Any]:

@@ -16,7 +16,7 @@ from ..cache import kinds
 from ..cache.extents import Extent
 from ..cache.layout import Layout, StateLeaf, TokenLeaf
 from ..cache.segments import select
-from .batch_caches import BatchCache, StepState
+from .batch_caches import Asked, BatchCache, StepState
 from .decode_plan import DecodePlan, Group
 from .kernels.launch import MAX_SPANS
 from .sampling import sample
@@ -126,10 +126,13 @@ class DecodeBatch:
         for seat in seated:
             assert seat.reach + seat.tail.used == seat.length
 
-    def probe(self) -> mx.array:
-        """The logits `[rows, vocabulary]` of one step of the seats that were added."""
+    def probe(self) -> tuple[mx.array, set[Asked]]:
+        """One step of the seats that were added: the logits `[rows, vocabulary]`, and what its
+        layers asked of attention.
+        """
         logits, _ = self._forward(self._take_seats())
-        return logits
+        assert self._state is not None
+        return logits, self._state.asked
 
     def _dispatch(self) -> _Flight | None:
         """Start the step after the one in flight; None if no row needs one."""

@@ -25,6 +25,9 @@ ROOM_SHARE = 8
 SIZE_STEPS = 16
 """Sizes of slabs between two powers of two: few shapes, and at most 1/16 wasted."""
 
+MOVES_KEPT = 32
+"""Moves after which MLX's pool is emptied."""
+
 
 class SlabStatistics(Struct, frozen=True, kw_only=True):
     """Exact bytes of all slabs, those of them that tokens fill, and how often all tails moved."""
@@ -210,6 +213,9 @@ class TailSlabs:
         self._tails = tails
         self._gather(np.concatenate(source))
         self._moves += 1
+        if self._moves % MOVES_KEPT == 0:
+            # Every size of slab that was given up stays in MLX's pool until then.
+            mx.clear_cache()
 
     def _gather(self, source: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
         self.tokens = len(source)
