@@ -3,6 +3,7 @@
 from collections.abc import Generator
 from typing import Any
 
+from mlx_swarm.broker.checks import check_kind
 from mlx_swarm.broker.errors import InvalidRequest, SwarmClosed
 from mlx_swarm.broker.request import Message, Usage
 
@@ -32,7 +33,7 @@ class Agent:
         The turn runs whether or not it is awaited. Raises `InvalidRequest` for an empty text,
         `SwarmClosed` after the swarm's scope, and what ended the agent if it is not alive.
         """
-        check_text(text)
+        check_task(text)
         if self._scope.closed:
             raise SwarmClosed(f"agent {self.name!r} was asked after its swarm's scope had ended")
         previous = self._turns[-1] if self._turns else None
@@ -87,7 +88,8 @@ class Agent:
         return f"<Agent {self.name!r}, {len(self._turns)} turns, {state}>"
 
 
-def check_text(text: str) -> None:
-    """Raise `InvalidRequest` for a task without words."""
+def check_task(text: str) -> None:
+    """Raise `InvalidRequest` for a task that is no text or has no words."""
+    check_kind("the task", text, str, "text")
     if not text.strip():
         raise InvalidRequest("the task is empty; an agent needs something to do")

@@ -4,7 +4,8 @@ from anyio import CapacityLimiter
 from anyio.abc import TaskGroup
 from msgspec import Struct
 
-from mlx_swarm.broker.request import Sampling
+from mlx_swarm.broker.checks import check_kind
+from mlx_swarm.broker.request import Request, Sampling
 
 from .events import EventFeed
 from .interface import SwarmBroker
@@ -20,6 +21,20 @@ class Settings(Struct, frozen=True, kw_only=True):
     seed: int | None = None
     tenant: str = ""
     cache: bool = True
+
+    def validate(self) -> None:
+        """Raise `InvalidRequest` for what no turn could be asked with."""
+        if self.seed is not None:
+            check_kind("seed", self.seed, int, "a whole number")
+        Request(
+            text="a task",
+            max_tokens=self.max_tokens,
+            sampling=self.sampling,
+            stop=self.stop,
+            tenant=self.tenant,
+            swarm=self.swarm,
+            cache=self.cache,
+        ).validate()
 
 
 class Scope:

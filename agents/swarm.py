@@ -8,10 +8,11 @@ from typing import Self
 import anyio
 from msgspec.structs import replace
 
+from mlx_swarm.broker.checks import check_kind, check_text, check_whole
 from mlx_swarm.broker.errors import InvalidRequest, SwarmClosed
 from mlx_swarm.broker.request import Sampling, Usage
 
-from .agent import Agent, check_text
+from .agent import Agent, check_task
 from .events import EventFeed, EventStream
 from .interface import SwarmBroker
 from .results import Results
@@ -47,8 +48,10 @@ class Swarm:
         name: str = "swarm",
         cache: bool = True,
     ) -> None:
-        if concurrency is not None and concurrency < 1:
-            raise InvalidRequest(f"concurrency is {concurrency}; it must be at least 1")
+        if concurrency is not None:
+            check_whole("concurrency", concurrency, 1, "at least 1")
+        if instructions:
+            check_text("instructions", instructions)
         self.name = name
         self.instructions = instructions
         self._broker = broker
@@ -57,11 +60,12 @@ class Swarm:
             swarm=name,
             max_tokens=max_tokens,
             sampling=sampling,
-            stop=tuple(stop),
+            stop=_several("stop", stop),
             seed=seed,
             tenant=tenant,
             cache=cache,
         )
+        self._settings.validate()
         self._agents: dict[str, Agent] = {}
         self._numbers = count(1)
         self._feed = EventFeed()
@@ -79,9 +83,9 @@ class Swarm:
         """Start an agent on `task` and return its handle at once; `await` it for its reply.
 
         Without a name it is called agent-1, agent-2 and so on. Raises `InvalidRequest` for an empty
-        task and for a name that is taken, `SwarmClosed` outside the swarm's scope.
+        task, a name that is taken and a bad setting, `SwarmClosed` outside the swarm's scope.
         """
-        check_text(task)
+        check_task(task)
         scope = self._open_scope()
         settings = self._settings
         if max_tokens is not None:
@@ -89,7 +93,8 @@ class Swarm:
         if sampling is not None:
             settings = replace(settings, sampling=sampling)
         if stop is not None:
-            settings = replace(settings, stop=tuple(stop))
+            settings = replace(settings, stop=_several("stop", stop))
+        settings.validate()
         agent = Agent(self._new_name(name), self.instructions, scope, settings)
         agent.ask(task)
         self._agents[agent.name] = agent
@@ -100,11 +105,9 @@ class Swarm:
 
         Cancelling it cancels them.
         """
-        if isinstance(tasks, str):
-            raise InvalidRequest("map takes several tasks; for one, use spawn")
-        tasks = list(tasks)
+        tasks = _several("tasks", tasks)
         for task in tasks:
-            check_text(task)
+            check_task(task)
         agents = [self.spawn(task) for task in tasks]
         try:
             return Results([await agent.turns[0].end() for agent in agents])
@@ -129,9 +132,9 @@ class Swarm:
     async def __aenter__(self) -> Self:
         if self._scope is not None:
             raise SwarmClosed(f"swarm {self.name!r} was entered already; a swarm has one scope")
+        limiter = None if self._concurrency is None else anyio.CapacityLimiter(self._concurrency)
         tasks = anyio.create_task_group()
         await tasks.__aenter__()
-        limiter = None if self._concurrency is None else anyio.CapacityLimiter(self._concurrency)
         self._scope = Scope(self._broker, tasks, self._feed, limiter)
         return self
 
@@ -157,7 +160,15 @@ class Swarm:
     def _new_name(self, name: str | None) -> str:
         if name is None:
             return next(free for n in self._numbers if (free := f"agent-{n}") not in self._agents)
+        check_kind("an agent's name", name, str, "text")
         if not name or name in self._agents:
             problem = "an agent's name is empty" if not name else f"the name {name!r} is taken"
             raise InvalidRequest(f"{problem} in swarm {self.name!r}")
         return name
+
+
+def _several(name: str, values: Iterable[str]) -> tuple[str, ...]:
+    """All of several texts. One text is an iterable, too, of letters: that is never meant."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise InvalidRequest(f"{name} is {values!r:.60}; it must be a list of texts")
+    return tuple(values)

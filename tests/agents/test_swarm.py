@@ -1,6 +1,7 @@
 """A swarm's scope: what it starts, what it waits for, what it cancels, and what it reports."""
 
 from collections.abc import Callable
+from typing import Any
 
 import anyio
 import pytest
@@ -354,3 +355,42 @@ async def test_a_later_agent_hits_what_an_earlier_one_left() -> None:
         await second
     (boundary,) = broker.requests[0].boundaries
     assert second.usage.ram_tokens == boundary + 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"concurrency": 0}, "concurrency is 0"),
+        ({"concurrency": 1.5}, "concurrency is 1.5"),
+        ({"instructions": 5}, "instructions is 5"),
+        ({"instructions": "\ud800"}, "lone surrogate"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"sampling": None}, "must be a Sampling"),
+        ({"stop": "END"}, "stop is 'END'; it must be a list of texts"),
+        ({"stop": [5]}, "stop string is 5"),
+        ({"seed": "x"}, "seed is 'x'"),
+        ({"tenant": None}, "tenant is None"),
+        ({"cache": "no"}, "cache is 'no'"),
+    ],
+)
+def test_a_setting_that_no_turn_could_run_with_is_refused_at_once(
+    settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        Swarm(FakeBroker(), **settings)
+
+
+async def test_wrong_kinds_of_tasks_and_names_are_refused_at_once() -> None:
+    async with Swarm(FakeBroker()) as swarm:
+        for arguments, said in (
+            ({"task": None}, "the task is None; it must be text"),
+            ({"task": "one", "name": 5}, "name is 5; it must be text"),
+            ({"task": "one", "stop": "END"}, "stop is 'END'"),
+            ({"task": "one", "max_tokens": "x"}, "max_tokens is 'x'"),
+        ):
+            with pytest.raises(InvalidRequest, match=said):
+                swarm.spawn(**arguments)
+        for tasks in (None, "one task", ["one", None]):
+            with pytest.raises(InvalidRequest):
+                await swarm.map(tasks)  # type: ignore[arg-type]
+        assert swarm.agents == ()
