@@ -47,14 +47,23 @@ class StepState:
         self.place = place
         self.plans = plans
         self.spans = spans
-        self.asked: set[Asked] = set()
-        """What its layers asked of attention."""
+        self.asked: set[Asked] | None = None
+        """What its layers ask of attention, where somebody wants to know."""
+        self._places: dict[tuple[int, int], mx.array] = {}
         self._narrowed: dict[tuple[int, int], DecodePlan] = {}
 
     def advance(self) -> "StepState":
         """The next step of the same rows, every one a token further."""
         plans = {window: plan.advance() for window, plan in self.plans.items()}
         return StepState(self.offset + 1, self.place + 1, plans, self.spans)
+
+    def places(self, new: mx.array) -> mx.array:
+        """`place`, as the slabs take it for one token a row, `[rows, heads, 1, dim]`."""
+        _, heads, _, dim = new.shape
+        if (heads, dim) not in self._places:
+            shape = (1, heads, len(self.place), dim)
+            self._places[heads, dim] = mx.broadcast_to(self.place[None, None, :, None], shape)
+        return self._places[heads, dim]
 
     def plan(self, own: int, asked: int) -> DecodePlan:
         """The plan of layers with an own window, where the model asks for a smaller one."""
@@ -103,7 +112,7 @@ class BatchCache:
         self, keys: mx.array, values: mx.array
     ) -> tuple["BatchHandle", "BatchHandle"]:
         """Append one token a row, `[rows, heads, 1, dim]`; return what to attend to, twice."""
-        self._slabs.write(self._index, self._state.place, (keys, values))
+        self._slabs.write(self._index, self._state.places(keys), (keys, values))
         self._handle = BatchHandle(
             self._state,
             self._leaf.retention.window,
@@ -136,6 +145,7 @@ class BatchHandle:
         if mask is not None and not isinstance(mask, WindowMask):
             raise TypeError("the model makes its own masks: it needs stock caches")
         plan = self._state.plan(self._window, mask.window if mask is not None else 0)
-        asked = Asked(geometry_of(queries, self._tails), sinks is not None, bool(plan.window))
-        self._state.asked.add(asked)
+        if self._state.asked is not None:
+            asked = Asked(geometry_of(queries, self._tails), sinks is not None, bool(plan.window))
+            self._state.asked.add(asked)
         return decode_attention(queries, self._spans, self._tails, plan, scale=scale, sinks=sinks)

@@ -130,16 +130,19 @@ class DecodeBatch:
         """One step of the seats that were added: the logits `[rows, vocabulary]`, and what its
         layers asked of attention.
         """
-        logits, _ = self._forward(self._take_seats())
-        assert self._state is not None
-        return logits, self._state.asked
+        seats = self._take_seats()
+        state = self._next_state(seats)
+        asked: set[Asked] = set()
+        state.asked = asked
+        logits, _ = self._forward(seats, state)
+        return logits, asked
 
     def _dispatch(self) -> _Flight | None:
         """Start the step after the one in flight; None if no row needs one."""
         seats = self._take_seats()
         if not seats:
             return None
-        logits, states = self._forward(seats)
+        logits, states = self._forward(seats, self._next_state(seats))
         tokens = sample(logits, [seat.sampler for seat in seats])
         for seat in seats:
             seat.sampled += 1
@@ -160,8 +163,7 @@ class DecodeBatch:
         self._seats = ended + seats
         return seats
 
-    def _forward(self, seats: list[Seat]) -> tuple[mx.array, States]:
-        state = self._next_state(seats)
+    def _forward(self, seats: list[Seat], state: StepState) -> tuple[mx.array, States]:
         tokens, states = self._inputs(seats)
         leaves = [
             self._leaf_cache(index, leaf, state, states[index])

@@ -64,6 +64,7 @@ class TailSlabs:
         self._planes: dict[int, list[mx.array]] = {}
         self._tails: list[Tail] = []
         self._moves = 0
+        self._longest = 1
         self.tokens = 0
 
     @property
@@ -106,14 +107,13 @@ class TailSlabs:
 
     def write(self, leaf: int, place: mx.array, new: Sequence[mx.array]) -> None:
         """Write one token of every row, keys and values `[rows, heads, 1, dim]`, at the tokens
-        `place` `[rows]` of the slabs.
+        `place` `[1, heads, rows, dim]` of the slabs.
         """
         slabs = self._planes[leaf]
         for index, plane in enumerate(new):
-            moved = plane.transpose(2, 1, 0, 3)
-            at = mx.broadcast_to(place[None, None, :, None], moved.shape)
             # Ten times cheaper on CUDA than assigning at indices, and in place where nobody reads.
-            slabs[index] = mx.put_along_axis(slabs[index], at, moved, axis=2)
+            moved = plane.transpose(2, 1, 0, 3)
+            slabs[index] = mx.put_along_axis(slabs[index], place, moved, axis=2)
 
     def view(self, leaf: int) -> tuple[mx.array, mx.array]:
         """Keys and values as `[slots, heads, capacity, dim]`, where slot s begins at token s: the
@@ -130,6 +130,7 @@ class TailSlabs:
     def free(self, tail: Tail) -> None:
         """Give a tail's region back."""
         self._tails.remove(tail)
+        self._measure()
         if not self._tails:
             self._planes, self.tokens = {}, 0
 
@@ -142,10 +143,6 @@ class TailSlabs:
             reached = tail.begin + tail.capacity
         assert reached <= self.tokens
         assert all(plane.shape[2] == self.tokens for plane in self.arrays)
-
-    @property
-    def _longest(self) -> int:
-        return max((tail.capacity for tail in self._tails), default=1)
 
     def _view(self, plane: mx.array) -> mx.array:
         _, heads, tokens, dim = plane.shape
@@ -166,7 +163,11 @@ class TailSlabs:
         for tail in [tail for tail in self._tails if tail not in known]:
             self._tails.remove(tail)
             tail.used = 0
+        self._measure()
         return False
+
+    def _measure(self) -> None:
+        self._longest = max((tail.capacity for tail in self._tails), default=1)
 
     def _settle(self, tail: Tail, count: int, room: int) -> bool:
         """Find a hole for a new tail; its longest neighbour must still fit behind its begin."""
@@ -183,6 +184,7 @@ class TailSlabs:
             return False
         tail.begin, tail.capacity, tail.used = begin, capacity, count
         self._tails.append(tail)
+        self._measure()
         return True
 
     def _room(self, sizes: Sequence[tuple[int, Tail]]) -> int:
@@ -211,6 +213,7 @@ class TailSlabs:
             begin += capacity
         source.append(np.zeros(rounded(begin) - begin, np.int32))
         self._tails = tails
+        self._measure()
         self._gather(np.concatenate(source))
         self._moves += 1
         if self._moves % MOVES_KEPT == 0:

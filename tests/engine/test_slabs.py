@@ -51,7 +51,8 @@ class World:
     def step(self) -> None:
         self.slabs.make_room(())
         tails = list(self.rows)
-        place = mx.array([tail.begin + tail.used for tail in tails])
+        tokens = mx.array([tail.begin + tail.used for tail in tails])
+        place = mx.broadcast_to(tokens[None, None, :, None], (1, HEADS, len(tails), DIM))
         for leaf in range(2):
             new = [[self.fresh(1) for _ in range(2)] for _ in tails]
             self.slabs.write(
