@@ -40,7 +40,8 @@ class Broker:
     """Serves many agents from one model and one prompt cache.
 
     `model` is what `mlx_swarm.broker.models.load` takes. `ram` bounds the prompt cache, in bytes
-    or as text ("2GiB", "512MB"). At most `max_rows` requests run at a time; between two decode
+    or as text ("2GiB", "512MB"); `memory` bounds weights, cache and running requests together
+    (default: what the device has), and requests wait for it in their order. At most `max_rows` requests run at a time; between two decode
     steps at most `prefill_chunk` prompt tokens are computed. `trace` is a file for the trace
     events; `progress` is called, in the engine thread, while the model loads.
 
@@ -53,6 +54,7 @@ class Broker:
         model: str,
         *,
         ram: int | str = "2GiB",
+        memory: int | str | None = None,
         dtype: str | None = None,
         max_rows: int = 32,
         prefill_chunk: int = 512,
@@ -60,6 +62,7 @@ class Broker:
         progress: "Callable[[Progress], None] | None" = None,
     ) -> None:
         self._ram = parse_size(ram)
+        self._memory = 0 if memory is None else parse_size(memory)
         for name, value in (("max_rows", max_rows), ("prefill_chunk", prefill_chunk)):
             if value < 1:
                 raise InvalidSetting(f"{name} is {value}; it must be at least 1")
@@ -170,7 +173,7 @@ class Broker:
         )
         try:
             model = self._load(report)
-            settings = EngineSettings(self._ram, self._max_rows, self._prefill_chunk)
+            settings = EngineSettings(self._ram, self._max_rows, self._prefill_chunk, self._memory)
             with runnable(model.name):
                 engine = EngineLoop(model, recorder, settings)
         except BaseException:

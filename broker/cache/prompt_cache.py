@@ -312,6 +312,11 @@ class PromptCache:
         if node is not None:
             node.tree.expect(node, eta)
 
+    def give_way(self, nbytes: int) -> bool:
+        """Evict until the ledger has `nbytes` for somebody else; whether it has."""
+        self._settle()
+        return self._room.make(elsewhere=nbytes)
+
     def note_prefill(self, tokens: int, seconds: float) -> None:
         """Tell the cost gate of restores how long computing `tokens` took."""
         if self._restores is not None:

@@ -67,13 +67,15 @@ class Room:
         """Whether what leaves RAM goes anywhere."""
         return self._cold is not None or self._spill is not None
 
-    def make(self, needed: int = 0) -> bool:
-        """Evict and compact until `needed` more bytes fit; whether they do.
+    def make(self, needed: int = 0, elsewhere: int = 0) -> bool:
+        """Evict and compact until `needed` more bytes fit, and the ledger has `elsewhere` bytes left
+        for others; whether that is so.
 
         What is on its way out (to a sink, or to the cold tier) may exceed the budget by as much as
         may be in flight.
         """
         target = self.max_bytes - needed
+        needed += elsewhere
         # What is released while room is made must not make room by itself.
         if self._is_making or self._fits(target, needed, 0):
             return True

@@ -82,6 +82,17 @@ class BatchLane:
         """The rows that decode."""
         return self._decoder.running
 
+    def kv_bytes(self, tokens: int, shared: int) -> int:
+        """Bytes of the KV of a row's own `tokens`, where `shared` more are read in the cache.
+
+        0 for a model whose caches no codec knows: that takes what it takes.
+        """
+        layout = self._verdict.layout or self._verdict.fallback
+        if layout is None:
+            return 0
+        copied = shared if self._verdict.layout is None else 0
+        return layout.bytes_per_token * (tokens + copied) + layout.state_bytes
+
     def open(self, row: Row) -> None:
         """Give the row its caches: a clone of what the prompt cache has, or empty ones."""
         self._guard.check()

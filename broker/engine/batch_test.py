@@ -24,33 +24,39 @@ NEXT = 7
 
 
 class BatchVerdict(NamedTuple):
-    """`layout` is that of the model's caches if it passed, `attention` what serves its layers."""
+    """`layout` is that of the model's caches if it passed, `attention` what serves its layers.
+
+    `fallback` is the layout, as far as it is known, where rows have caches of their own.
+    """
 
     test: SelfTest
     layout: Layout | None = None
     attention: tuple[Implementation, ...] = ()
+    fallback: Layout | None = None
 
 
 def batch_test(model: Any, make_caches: Callable[[], list[Any]]) -> BatchVerdict:
     """Try the model, and compile what its decode steps need. Never raises for what it does."""
+    layout = None
     try:
         dtype = model(mx.array([PROMPT])).dtype
         filled = [_filled(model, prompt, make_caches()) for prompt in ROWS]
         layout = kinds.layout_of(filled[0])
         reason = unsupported(layout)
         if reason:
-            return BatchVerdict(SelfTest(False, reason))
+            return BatchVerdict(SelfTest(False, reason), fallback=layout)
         got, asked = _batched(model, layout, filled)
         expected = mx.concatenate([_logits(model, (NEXT,), caches) for caches in filled])
         whole = [_logits(model, (*prompt, NEXT), make_caches()) for prompt in ROWS]
     except Exception as error:  # any failure at all means: this model cannot
-        return BatchVerdict(SelfTest(False, f"{type(error).__name__}: {error}"))
+        reason = f"{type(error).__name__}: {error}"
+        return BatchVerdict(SelfTest(False, reason), fallback=layout)
     noise = size(mx.concatenate(whole) - expected)
     tolerance = max(NOISE * noise, FLOOR.get(dtype, 2e-2) * size(expected))
     error_size = size(got - expected)
     if not error_size <= tolerance:
         reason = f"logits differ by {error_size:.3g}, at most {tolerance:.3g} is allowed"
-        return BatchVerdict(SelfTest(False, reason, error_size, tolerance))
+        return BatchVerdict(SelfTest(False, reason, error_size, tolerance), fallback=layout)
     passed = SelfTest(True, "", error_size, tolerance)
     served = [warm_up(each.geometry, sinks=each.sinks, window=each.window) for each in asked]
     return BatchVerdict(passed, layout, tuple(sorted(set(served))))

@@ -12,6 +12,7 @@ from mlx_lm.models.cache import KVCache
 from msgspec import Struct
 
 from ..affinity import ThreadGuard
+from ..cache.ledger import Ledger, LedgerStatistics, Purpose
 from ..cache.prompt_cache import PromptCache
 from ..cache.statistics import CacheStatistics
 from ..errors import BrokerClosed, EngineFailed, SwarmError
@@ -21,6 +22,7 @@ from ..trace import events
 from ..trace.recorder import Recorder
 from .admission import Admission
 from .batch import BatchLane, LaneStatistics, RowToken
+from .memory import RowMemory, device_limit, weight_bytes
 from .row import Row
 from .sampling import RowSampler
 from .scheduler import Admit, Decode, Prefill, Scheduler, SchedulerStatistics, Store, Wait
@@ -28,22 +30,26 @@ from .submission import Submission
 
 
 class EngineStatistics(Struct, frozen=True, kw_only=True):
-    """Requests by state, what all requests together have cost so far, the batch lane, and the
-    prompt cache.
+    """Requests by state, what all requests together have cost so far, the batch lane, the prompt
+    cache, and the memory ledger.
     """
 
     requests: SchedulerStatistics
     usage: Usage
     lane: LaneStatistics
     cache: CacheStatistics
+    memory: LedgerStatistics
 
 
 class EngineSettings(NamedTuple):
-    """`ram` is in bytes, `prefill_chunk` in tokens."""
+    """`ram` and `memory` are in bytes, `prefill_chunk` in tokens. `ram` is for the prompt cache,
+    `memory` for everything; 0 takes the limit from the device.
+    """
 
     ram: int
     max_rows: int
     prefill_chunk: int
+    memory: int = 0
 
 
 class EngineLoop:
@@ -55,14 +61,18 @@ class EngineLoop:
         self.model = model
         self._recorder = recorder
         self._admission = Admission(model)
-        self.cache = PromptCache(settings.ram, trace=recorder)
+        self.ledger = Ledger(settings.memory or device_limit())
+        self.ledger.charge(Purpose.WEIGHTS, weight_bytes(model))
+        self.cache = PromptCache(settings.ram, ledger=self.ledger, trace=recorder)
         self.lane = BatchLane(model, self.cache, settings.max_rows)
         self.scheduler = Scheduler(
             self.cache.peek_prefix_len,
             max_rows=settings.max_rows,
             prefill_chunk=settings.prefill_chunk,
             exact_stops=not all(type(cache) is KVCache for cache in model.make_caches()),
+            has_memory=lambda request: self._memory.is_granted(self._rows[request]),
         )
+        self._memory = RowMemory(self.ledger, self.cache, self._kv_bytes)
         self._rows: dict[RequestId, Row] = {}
         self._usage = Usage()
 
@@ -71,6 +81,7 @@ class EngineLoop:
         self._guard.check()
         try:
             row = self._admission.row_for(submission)
+            self._memory.require_possible(row)
         except Exception as error:
             submission.mailbox.fail(_as_swarm_error(error, "could not be prepared", submission.id))
             return
@@ -101,6 +112,7 @@ class EngineLoop:
             usage=self._usage,
             lane=self.lane.statistics(),
             cache=self.cache.statistics(),
+            memory=self.ledger.statistics(),
         )
 
     def check_integrity(self) -> None:
@@ -113,6 +125,9 @@ class EngineLoop:
         open_rows = counts.prefilling + counts.decoding
         assert open_rows >= len(leased) == self.cache.statistics().leases
         self.lane.check_integrity()
+        self.ledger.check_integrity()
+        promised = sum(row.memory.remaining for row in self._rows.values() if row.memory)
+        assert self.ledger.used(Purpose.TAILS) == promised
 
     def turn(self) -> bool:
         """Do the next piece of work; False if there is none."""
@@ -158,6 +173,7 @@ class EngineLoop:
 
     def _admit(self, row: Row, not_worth_waiting: bool) -> None:
         row.admitted = self._recorder.now()
+        self._memory.require(row)
         self.lane.open(row)
         plan = row.plan
         self._emit(
@@ -199,8 +215,12 @@ class EngineLoop:
             self._join(row)
         self.scheduler.stored(row.id)
 
+    def _kv_bytes(self, row: Row, known: int) -> int:
+        return self.lane.kv_bytes(len(row.prompt) - known + row.max_tokens, known)
+
     def _join(self, row: Row) -> None:
         self.lane.join(row)
+        self._memory.settle(row, row.lease.length if row.lease is not None else 0)
         row.joined = self._recorder.now()
 
     def _decode(self) -> None:
@@ -266,6 +286,7 @@ class EngineLoop:
 
     def _retire(self, row: Row) -> None:
         del self._rows[row.id]
+        self._memory.release(row)
         self.scheduler.ended(row.id)
         self._usage += row.usage(self._recorder.now())
 

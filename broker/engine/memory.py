@@ -1,7 +1,91 @@
-"""What the device has: the limit of a `Ledger`, so that nobody has to guess it."""
+"""Memory of the running rows: what the device has, and what each row may come to need of it."""
+
+from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import psutil
+from mlx.utils import tree_flatten
+
+from ..cache.ledger import Ledger, Purpose, format_bytes
+from ..cache.prompt_cache import PromptCache
+from ..errors import OutOfMemory
+from ..models import LoadedModel
+from .row import Row
+
+
+class RowMemory:
+    """Promises every row the memory that it may come to need, out of the ledger.
+
+    `need(row, known)` is that memory in bytes, `known` of the row's prompt tokens being in the
+    cache. What is promised to rows the cache gives up, as far as nothing that runs reads it.
+    """
+
+    def __init__(self, ledger: Ledger, cache: PromptCache, need: Callable[[Row, int], int]) -> None:
+        self._ledger = ledger
+        self._cache = cache
+        self._need = need
+        self._rows = 0
+
+    def require_possible(self, row: Row) -> None:
+        """Raise `OutOfMemory` for a row that would not fit with nothing else there."""
+        need = self._need(row, 0)
+        if not self._ledger.fits_ever(Purpose.TAILS, need):
+            weights = format_bytes(self._ledger.used(Purpose.WEIGHTS))
+            raise OutOfMemory(
+                f"{len(row.prompt):,} prompt tokens and up to {row.max_tokens:,} new ones need "
+                f"{format_bytes(need)} of KV; the limit is {format_bytes(self._ledger.limit)}, of "
+                f"which the weights take {weights}"
+            )
+
+    def is_granted(self, row: Row) -> bool:
+        """Promise a row its memory, if it is to be had now.
+
+        True also where no row has any: waiting would change nothing, so `require` has to say so.
+        """
+        try:
+            self.require(row)
+        except OutOfMemory:
+            return not self._rows
+        return True
+
+    def require(self, row: Row) -> None:
+        """Promise a row its memory, unless it has it. Raises `OutOfMemory` with the numbers."""
+        if row.memory is not None:
+            return
+        need = self._need(row, self._known(row))
+        if need > self._ledger.available(Purpose.TAILS):
+            self._cache.give_way(need)
+            # What had to go may have been of use to this very row.
+            need = self._need(row, self._known(row))
+        self._promise(row, need)
+
+    def settle(self, row: Row, known: int) -> None:
+        """A row decodes now over `known` tokens of the cache: keep no more than it needs."""
+        self.release(row)
+        self._promise(row, self._need(row, known))
+
+    def release(self, row: Row) -> None:
+        """Take back what was promised to a row. Doing so again is harmless."""
+        if row.memory is not None:
+            row.memory.cancel()
+            row.memory = None
+            self._rows -= 1
+
+    def _known(self, row: Row) -> int:
+        if not row.reads_cache:
+            return 0
+        return self._cache.peek_prefix_len(row.prompt, row.namespace)
+
+    def _promise(self, row: Row, need: int) -> None:
+        row.memory = self._ledger.reserve(Purpose.TAILS, need)
+        self._rows += 1
+
+
+def weight_bytes(model: LoadedModel) -> int:
+    """Bytes of a model's weights."""
+    leaves: Any = tree_flatten(model.model.parameters())
+    return sum(array.nbytes for _, array in leaves)
 
 
 def device_limit() -> int:

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from ..cache.lease import PromptLease
+from ..cache.ledger import Reservation
 from ..cache.plan import Plan
 from ..cache.prefix_hash import Tokens
 from ..request import Request, RequestId, Usage
@@ -42,6 +43,7 @@ class Row:
         self.text = text
         self.plan: Plan | None = None
         self.lease: PromptLease | None = None
+        self.memory: Reservation | None = None
         self.caches: list[Any] = []
         self.position = 0
         self.ram_tokens = 0

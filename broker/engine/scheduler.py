@@ -113,8 +113,10 @@ class _Entry:
 class Scheduler:
     """Decides on the next piece of work; told what became of it.
 
-    `known(tokens, namespace)` is how many tokens of a prompt memory has now. With `exact_stops`
-    (models whose state serves one length only) no stop is left out for a later one nearby.
+    `known(tokens, namespace)` is how many tokens of a prompt memory has now. `has_memory(request)`
+    says whether a request may run now; those behind it wait as well, so that nobody is overtaken
+    for ever. With `exact_stops` (models whose state serves one length only) no stop is left out for
+    a later one nearby.
     """
 
     def __init__(
@@ -125,8 +127,10 @@ class Scheduler:
         prefill_chunk: int,
         minimum_shared: int = MINIMUM_SHARED_TOKENS,
         exact_stops: bool = False,
+        has_memory: Callable[[RequestId], bool] = lambda request: True,
     ) -> None:
         self._known = known
+        self._has_memory = has_memory
         self._max_rows = max_rows
         self._prefill_chunk = prefill_chunk
         self._minimum_shared = max(minimum_shared, 1)
@@ -140,6 +144,7 @@ class Scheduler:
         self._undecided = False
         # What is left of going through the queue; begun anew whenever it may turn out differently.
         self._to_decide: Iterator[_Entry] = iter(())
+        self._admits = False
         self._memory_version = 0
 
     def submit(
@@ -227,11 +232,11 @@ class Scheduler:
 
     def _decide(self) -> Work | None:
         """Who leaves the queue, and who waits for whom."""
-        has_room = len(self._prefilling) + self._decoding < self._max_rows
         if self._undecided:
+            self._admits = len(self._prefilling) + self._decoding < self._max_rows
             # Nobody is admitted without room, and who is far from admission can decide later: else
             # a long queue would be gone through at every change.
-            near = None if has_room else LOOKAHEAD * self._max_rows
+            near = None if self._admits else LOOKAHEAD * self._max_rows
             self._to_decide, self._undecided = islice(self._pending, near), False
         for entry in self._to_decide:
             leader, shared, worth = self._leader_of(entry)
@@ -239,10 +244,11 @@ class Scheduler:
                 if (entry.leader, leader.followers.get(entry)) != (leader, shared):
                     self._follow(entry, leader, shared)
                     return Wait(entry.request, leader.request, shared)
-            elif has_room:
+            elif self._admits and self._has_memory(entry.request):
                 self._undecided = True
                 return Admit(entry.request, leader is not None)
             else:
+                self._admits = False
                 self._unfollow(entry)
         return None
 

@@ -51,9 +51,16 @@ class Driver:
     """An engine and the requests that it was given."""
 
     def __init__(
-        self, model: LoadedModel, *, ram: int = 64 << 20, max_rows: int = 8, chunk: int = 32
+        self,
+        model: LoadedModel,
+        *,
+        ram: int = 64 << 20,
+        max_rows: int = 8,
+        chunk: int = 32,
+        memory: int = 0,
     ) -> None:
-        self.engine = EngineLoop(model, Recorder(), EngineSettings(ram, max_rows, chunk))
+        settings = EngineSettings(ram, max_rows, chunk, memory)
+        self.engine = EngineLoop(model, Recorder(), settings)
         self.boxes: list[Box] = []
 
     def submit(self, request: Request) -> Box:
@@ -85,6 +92,7 @@ class Driver:
         assert statistics.cache.leases == 0
         assert statistics.lane.batch.rows == 0
         assert statistics.lane.batch.tails.bytes == 0
+        assert statistics.memory.reserved["tails"] == 0
         assert all(box.over for box in self.boxes)
 
 

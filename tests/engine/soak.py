@@ -17,6 +17,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_swarm.broker import Request, Sampling
+from mlx_swarm.broker.engine.memory import weight_bytes
+from mlx_swarm.broker.errors import OutOfMemory
 from mlx_swarm.broker.models import LoadedModel
 from tests.engine.driver import Box, Driver, assert_greedy
 from tests.engine.test_shared import KINDS, FailingModel, model_of
@@ -40,6 +42,7 @@ class World:
             ram=self.random.choice([0, 40_000, 200_000, 64 << 20]),
             max_rows=self.random.randint(1, 10),
             chunk=self.random.choice([8, 32, 128]),
+            memory=weight_bytes(self.model) + self.random.choice([200_000, 1_000_000, 1 << 30]),
         )
         self.asked: list[Request] = []
         self.failures = 0
@@ -96,9 +99,9 @@ class World:
         self.driver.engine.cache.clear()
 
     def check(self, request: Request, box: Box) -> None:
-        """The tokens are right as far as they go; only injected failures end a request."""
+        """The tokens are right as far as they go; what fails was made to, or lacked memory."""
         if box.error is not None:
-            assert "on purpose" in str(box.error), box.error
+            assert "on purpose" in str(box.error) or isinstance(box.error, OutOfMemory), box.error
             self.failures += 1
         if request.sampling.temperature == 0:
             assert_greedy(self.model, request.tokens, box.tokens)
