@@ -41,9 +41,10 @@ class Broker:
 
     `model` is what `mlx_swarm.broker.models.load` takes. `ram` bounds the prompt cache, in bytes
     or as text ("2GiB", "512MB"); `memory` bounds weights, cache and running requests together
-    (default: what the device has), and requests wait for it in their order. At most `max_rows` requests run at a time; between two decode
-    steps at most `prefill_chunk` prompt tokens are computed. `trace` is a file for the trace
-    events; `progress` is called, in the engine thread, while the model loads.
+    (default: what the device has), and requests wait for it in their order. At most `max_rows`
+    requests run at a time; between two decode steps at most `prefill_chunk` prompt tokens are
+    computed. `trace` is a file for the trace events; `progress` is called, in the engine thread,
+    while the model loads.
 
     An async context manager: entering loads the model, leaving ends everything, also what is still
     being streamed. Raises `InvalidSetting`, and `BackendMissing` where MLX is not installed.

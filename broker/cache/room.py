@@ -68,8 +68,8 @@ class Room:
         return self._cold is not None or self._spill is not None
 
     def make(self, needed: int = 0, elsewhere: int = 0) -> bool:
-        """Evict and compact until `needed` more bytes fit, and the ledger has `elsewhere` bytes left
-        for others; whether that is so.
+        """Evict and compact until `needed` more bytes fit and the ledger has `elsewhere` bytes for
+        others; whether that is so.
 
         What is on its way out (to a sink, or to the cold tier) may exceed the budget by as much as
         may be in flight.
