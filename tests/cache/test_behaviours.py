@@ -7,7 +7,6 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache
 
-from mlx_swarm.broker.cache import prefix_hash, reasons
 from mlx_swarm.broker.cache.eviction import LRU
 from mlx_swarm.broker.cache.kinds import materialise
 from mlx_swarm.broker.cache.ledger import Ledger, Purpose
@@ -15,6 +14,7 @@ from mlx_swarm.broker.cache.prompt_cache import PromptCache
 from tests.cache.fake_cold import FakeColdStore
 from tests.cache.helpers import TOKEN_BYTES, holds, large, put, sequence, take, taken, turn
 from tests.cache.rows import FAMILIES, advance, build, contents, same
+from tests.cache.world import constant_hashes
 
 RING_AND_STATE = [
     "window",
@@ -137,15 +137,15 @@ def test_namespaces_with_equal_tokens_never_share_kv(cache: PromptCache) -> None
         assert cache.plan([*key, 9], "adapter-a").reason == "namespace"
 
 
-def test_a_hash_collision_never_serves_wrong_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reasons, "_key", lambda *_: 0)
-    monkeypatch.setattr(prefix_hash, "sha256_digest", lambda data: bytes(32))
-    cache = PromptCache(60 * TOKEN_BYTES)
-    for start in range(1000, 1012):
-        put(cache, sequence(start, 20))
-        assert taken(cache, [*sequence(start, 20), 7]) == 20
-        assert taken(cache, sequence(start + 100, 20)) == 0
-        cache.check_integrity()
+def test_a_hash_collision_never_serves_wrong_kv() -> None:
+    cache = PromptCache(200 * TOKEN_BYTES)
+    with constant_hashes():
+        for start in range(1000, 1012):
+            put(cache, sequence(start, 70))
+            assert taken(cache, [*sequence(start, 70), 7]) == 70
+            assert taken(cache, sequence(start + 100, 70)) == 0
+            cache.check_integrity()
+    assert cache.statistics().total.evictions
 
 
 def test_index_and_storage_agree_after_churn() -> None:

@@ -1,5 +1,6 @@
 """Random lives of a prompt cache, compared with the oracle after every step."""
 
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from tests.cache.fake_cold import FakeColdStore
 from tests.cache.rows import FAMILIES
-from tests.cache.world import World
+from tests.cache.world import World, constant_hashes
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=20)
 SETTINGS = settings(
@@ -24,6 +25,7 @@ class CacheMachine(RuleBasedStateMachine):
     """Takes, puts, releases, pins, clears over one namespace for each family."""
 
     world: World
+    hashes: ExitStack
     puts: list[tuple[str, list[int]]]
 
     @initialize(
@@ -31,8 +33,19 @@ class CacheMachine(RuleBasedStateMachine):
         max_bytes=st.sampled_from([4_000, 12_000, 1 << 30]),
         has_cold=st.booleans(),
         is_slow=st.booleans(),
+        is_colliding=st.booleans(),
     )
-    def start(self, families: list[str], max_bytes: int, has_cold: bool, is_slow: bool) -> None:
+    def start(
+        self,
+        families: list[str],
+        max_bytes: int,
+        has_cold: bool,
+        is_slow: bool,
+        is_colliding: bool,
+    ) -> None:
+        self.hashes = ExitStack()
+        if is_colliding:
+            self.hashes.enter_context(constant_hashes())
         cold = FakeColdStore(is_slow=is_slow) if has_cold else None
         self.world = World(families, max_bytes, cold)
         self.puts = [(families[0], [0])]
@@ -84,6 +97,8 @@ class CacheMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "world"):
             self.world.finish()
+        if hasattr(self, "hashes"):
+            self.hashes.close()
 
     def _stem(self, data: Any) -> tuple[str, list[int]]:
         """A namespace, and some prefix of something that was put there."""

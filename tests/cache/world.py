@@ -1,11 +1,14 @@
 """A prompt cache beside the oracle, driven one random step at a time, compared after each."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_swarm.broker.cache import naming, prefix_hash, reasons
 from mlx_swarm.broker.cache.clones import ChunkedClone
 from mlx_swarm.broker.cache.cold import ColdMatch
 from mlx_swarm.broker.cache.extents import Extent, ExtentRange
@@ -28,6 +31,17 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+@contextmanager
+def constant_hashes() -> Iterator[None]:
+    """Every hash and every name collides."""
+    with (
+        patch.object(prefix_hash, "sha256_digest", lambda data: bytes(32)),
+        patch.object(naming, "sha256_digest", lambda data: bytes(32)),
+        patch.object(reasons, "_key", lambda *_: 0),
+    ):
+        yield
 
 
 class Running(NamedTuple):
