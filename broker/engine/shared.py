@@ -37,6 +37,7 @@ class SharedDecoder:
         seat = self._seat(row)
         if private_piece(seat, list(self._rows)):
             seat.cut_path(seat.path[-1].start)
+            self._shorten(row, seat.reach)
         self._seats[row], self._rows[seat] = seat, row
         self._batch.add(seat)
 
@@ -107,6 +108,17 @@ class SharedDecoder:
                 return
             row.lease.release()
         row.lease = lease
+
+    def _shorten(self, row: Row, reach: int) -> None:
+        """Pin no more than what the row reads where it lies, if that is a usable length."""
+        assert row.lease is not None
+        shorter = self._cache.renew(row.prompt[: reach + 1], row.namespace) if reach else None
+        if reach and (shorter is None or shorter.length != reach):
+            if shorter is not None:
+                shorter.release()
+            return
+        row.lease.release()
+        row.lease = shorter
 
     def _seat(self, row: Row) -> Seat:
         ranges = row.lease.ranges if row.lease is not None else ()

@@ -1,13 +1,23 @@
 """Samplers: each row's own settings and seed, randomness without state, errors kept."""
 
+from typing import Any
+
 import mlx.core as mx
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.sample_utils import greedy_sampler
 
-from mlx_swarm.broker.engine.sampling import RowSampler, SeedSource, fold, mix, sampler_for
+from mlx_swarm.broker.engine.sampling import (
+    RowSampler,
+    SeedSource,
+    fold,
+    mix,
+    sample,
+    sampler_for,
+)
 from mlx_swarm.broker.request import Sampling
 
 VOCABULARY = 50
@@ -98,3 +108,25 @@ def test_an_error_is_kept_and_the_greedy_token_stands_in(monkeypatch: pytest.Mon
     monkeypatch.setattr(sampler, "_choose", broken)
     assert _draw(sampler, 1) == [_id(mx.argmax(_logprobs()))]
     assert str(sampler.error) == "broken"
+
+
+@pytest.mark.parametrize("vocabulary", [49, 50])
+def test_a_batch_draws_for_each_row_what_the_row_alone_would(vocabulary: int) -> None:
+    """Greedy rows, rows of equal settings and one of its own, whatever stands beside them."""
+    hot, cut = Sampling(temperature=1.0), Sampling(temperature=0.7, top_p=0.8, seed=9)
+    logits = mx.random.normal((7, vocabulary), key=mx.random.key(3)) * 2
+    wanted = [hot, Sampling(), hot, cut, hot, cut, Sampling(temperature=2.0, top_k=5)]
+
+    def samplers() -> list[Any]:
+        return [
+            sampler_for(msgspec.structs.replace(each, seed=row), SeedSource())
+            for row, each in enumerate(wanted)
+        ]
+
+    alone, together = samplers(), samplers()
+    for _ in range(3):
+        expected = [
+            _id(sample(logits[row : row + 1], [sampler])) for row, sampler in enumerate(alone)
+        ]
+        assert np.array(sample(logits, together)).tolist() == expected
+    assert [sampler.index for sampler in together if isinstance(sampler, RowSampler)] == [3] * 6

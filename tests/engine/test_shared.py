@@ -148,6 +148,23 @@ def test_a_thousand_tokens_shared_by_many_rows_are_in_memory_once() -> None:
     assert taken - tails <= 1.05 * one_copy
 
 
+def test_a_running_row_pins_only_what_it_reads_where_it_lies() -> None:
+    """Its own part of the prompt is in its tail: the node of it may be evicted."""
+    driver = Driver(model_of("llama"))
+    asked = [
+        Request(tokens=prompt(agent, own=20), max_tokens=30, boundaries=(len(SHARED),))
+        for agent in range(3)
+    ]
+    boxes = [driver.submit(each) for each in asked]
+    driver.decode_all(boxes, 2)
+    cache = driver.engine.statistics().cache
+    assert cache.leases == 3
+    assert cache.total.leased_bytes == len(SHARED) * 3 * 2 * 2 * 16 * 4
+    assert cache.total.extent_bytes > cache.total.leased_bytes
+    driver.run()
+    driver.check_idle()
+
+
 def test_donors_stay_bit_identical() -> None:
     model = model_of("llama")
     driver = Driver(model)
