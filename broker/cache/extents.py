@@ -56,6 +56,11 @@ class Extent:
         return sum(self._live.values())
 
     @property
+    def is_alive(self) -> bool:
+        """Whether ranges refer to it."""
+        return bool(self._live)
+
+    @property
     def slack(self) -> int:
         """Bytes that no range refers to."""
         live = clean_runs(self._live)
@@ -113,14 +118,15 @@ class Extent:
     def _retain(self, start: int, stop: int) -> None:
         self._live[start, stop] = self._live.get((start, stop), 0) + 1
 
-    def _release(self, start: int, stop: int) -> None:
+    def _release(self, start: int, stop: int) -> bool:
         left = self._live[start, stop] - 1
         if left:
             self._live[start, stop] = left
-        else:
-            del self._live[start, stop]
+            return False
+        del self._live[start, stop]
         if not self._live:
             self.buffers = ()
+        return True
 
 
 class ExtentRange:
@@ -160,11 +166,15 @@ class ExtentRange:
         """Another reference to the same tokens, to be released on its own."""
         return ExtentRange(self.extent, self.start, self.stop)
 
-    def release(self) -> None:
-        """Give the reference back; the extent's buffers go with the last one."""
-        if not self._released:
-            self._released = True
-            self.extent._release(self.start, self.stop)
+    def release(self) -> bool:
+        """Give the reference back; the extent's buffers go with the last one.
+
+        Whether it was the last range over exactly these tokens: else no byte became slack.
+        """
+        if self._released:
+            return False
+        self._released = True
+        return self.extent._release(self.start, self.stop)
 
     def segments(self, leaf: int) -> list[Segment]:
         """The tokens of one layer, as far as they are held (window layers may miss some)."""

@@ -115,8 +115,9 @@ class Holdings:
     def release(self, span: ExtentRange) -> None:
         """Drop one reference; the extent goes with the last."""
         extent, size = span.extent, span.extent.nbytes
-        span.release()
-        if extent.references:
+        if not span.release():
+            return
+        if extent.is_alive:
             self._set_slack(extent, extent.slack)
             return
         self._charge(Purpose.EXTENTS, -size)

@@ -13,6 +13,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, Rotating
 
 from mlx_swarm.broker.cache import kinds
 from mlx_swarm.broker.cache.extents import Extent, ExtentRange, compact
+from mlx_swarm.broker.cache.holdings import Holdings
 from mlx_swarm.broker.cache.layout import Layout, Plane, Retention, TokenLeaf
 from mlx_swarm.broker.cache.runs import clean_runs, intersect_runs, window_length
 from mlx_swarm.broker.errors import CacheError
@@ -103,6 +104,32 @@ def test_slack_is_what_no_range_refers_to() -> None:
     for span in (upper, last, again):
         span.release()
     assert extent.nbytes == extent.slack == 0
+
+
+def test_the_bytes_of_an_extent_are_added_up_again_only_when_some_may_have_died(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A long document from which a thousand agents part is a thousand ranges of one extent."""
+    holdings = Holdings()
+    span = holdings.adopt(_extent(100), "")
+    upper, lower = span.split(60)
+    clones = [holdings.lend(part) for part in (upper, lower) for _ in range(3)]
+    counted: list[tuple[int, int]] = []
+    count = Extent.bytes_between
+
+    def bytes_between(extent: Extent, start: int, stop: int) -> int:
+        counted.append((start, stop))
+        return count(extent, start, stop)
+
+    monkeypatch.setattr(Extent, "bytes_between", bytes_between)
+    for clone in clones:
+        holdings.give_back(clone)
+    assert not counted
+    holdings.release(lower)
+    assert counted == [(0, 60)]
+    assert holdings.slack_bytes == span.extent.nbytes * 2 // 5
+    holdings.release(upper)
+    assert holdings.total_bytes == 0
 
 
 def test_compaction_gives_the_dead_part_back() -> None:

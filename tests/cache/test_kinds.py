@@ -200,6 +200,7 @@ def test_what_cannot_be_stored_is_refused_with_the_numbers() -> None:
         ([full, grown], 6, "cache 1 is at offset 7; 6 tokens"),
         ([full, two_rows], 6, "2 rows"),
         ([full], 6, "1 caches; the namespace has 2"),
+        ([], 6, "0 caches"),
         ([full, KVCache()], 6, "empty"),
         ([full, _half(6)], 6, r"cache 1 is KVCache\(float16"),
         ([full, ArraysCache(1)], 6, "cache 1 is ArraysCache"),

@@ -59,6 +59,8 @@ BY_NAME = {stock.__name__: codec for stock, codec in CODECS.items()}
 
 def layout_of(caches: Sequence[Any]) -> Layout:
     """The layout of filled caches; an empty stock cache has none (its shapes are not known yet)."""
+    if not caches:
+        raise CacheError("0 caches; a layout needs at least 1")
     return Layout(tuple(_describe(cache) for cache in caches))
 
 
