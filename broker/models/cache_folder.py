@@ -17,12 +17,19 @@ PARTIAL_LIFETIME_SECONDS = 24 * 3600
 
 
 def cache_folder(given: str | os.PathLike[str] | None = None) -> Path:
-    """`given`, else $MLX_SWARM_CACHE, else $XDG_CACHE_HOME/mlx-swarm, else ~/.cache/mlx-swarm."""
-    if chosen := given or os.environ.get(CACHE_VARIABLE):
-        return Path(chosen).expanduser()
-    if base := os.environ.get("XDG_CACHE_HOME"):
+    """`given`, else $MLX_SWARM_CACHE, else $XDG_CACHE_HOME/mlx-swarm, else ~/.cache/mlx-swarm.
+
+    Raises `ModelError` where there is no home to be found.
+    """
+    chosen = given or os.environ.get(CACHE_VARIABLE)
+    if not chosen and (base := os.environ.get("XDG_CACHE_HOME")):
         return Path(base) / "mlx-swarm"
-    return Path("~/.cache/mlx-swarm").expanduser()
+    try:
+        return Path(chosen or "~/.cache/mlx-swarm").expanduser()
+    except RuntimeError as error:
+        raise ModelError(
+            f"there is no cache folder {chosen or 'without a home'}: set {CACHE_VARIABLE} to one"
+        ) from error
 
 
 @contextmanager

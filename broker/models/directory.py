@@ -70,9 +70,17 @@ def check_complete(folder: Path) -> None:
     if index.is_file():
         try:
             shards = set(json.loads(index.read_bytes())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
+            absent = sorted(shard for shard in shards if not (folder / shard).is_file())
+        except (
+            ValueError,
+            LookupError,
+            AttributeError,
+            TypeError,
+            OSError,
+            RecursionError,
+        ) as error:
             raise ModelUnreadable(f"{index} is broken: {reason_of(error)}") from error
-        if absent := sorted(shard for shard in shards if not (folder / shard).is_file()):
+        if absent:
             raise ModelUnreadable(
                 f"{folder} is incomplete: {len(absent)} of {len(shards)} weight files are missing, "
                 f"the first is {absent[0]}"

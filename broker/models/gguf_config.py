@@ -1,5 +1,7 @@
 """config.json of a llama model, from the metadata of its GGUF file. No MLX."""
 
+import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,8 +48,8 @@ def llama_shape(gguf: GGUFFile) -> LlamaShape:
         feed_forward=_size(gguf, "feed_forward_length"),
         vocabulary=embedding.shape[0],
     )
-    _check_rows(gguf, shape)
-    if _size(gguf, "rope.dimension_count", head_dim) != head_dim:
+    _check_tensors(gguf, shape)
+    if _size(gguf, "rope.dimension_count", head_dim) != head_dim or head_dim % 2:
         raise ModelUnreadable(
             f"{gguf.path}: rotary embedding of a part of the head is not supported"
         )
@@ -69,8 +71,8 @@ def llama_config(gguf: GGUFFile, shape: LlamaShape) -> dict[str, Any]:
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "vocab_size": shape.vocabulary,
-        "rms_norm_eps": metadata.get("llama.attention.layer_norm_rms_epsilon", 1e-5),
-        "rope_theta": metadata.get("llama.rope.freq_base", 10000.0),
+        "rms_norm_eps": _positive(gguf, "attention.layer_norm_rms_epsilon", 1e-5),
+        "rope_theta": _positive(gguf, "rope.freq_base", 10000.0),
         "max_position_embeddings": _size(gguf, "context_length"),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "attention_bias": has_bias,
@@ -90,15 +92,51 @@ def _size(gguf: GGUFFile, name: str, default: int | None = None) -> int:
     return value
 
 
-def _check_rows(gguf: GGUFFile, shape: LlamaShape) -> None:
-    """The rows of q and k are reordered by head, so their number must be what the sizes say."""
-    wanted = {"attn_q": shape.heads * shape.head_dim, "attn_k": shape.kv_heads * shape.head_dim}
+def _positive(gguf: GGUFFile, name: str, default: float) -> float:
+    value = gguf.metadata.get(f"llama.{name}", default)
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ModelUnreadable(f"{gguf.path} is broken: llama.{name} is {value!r}")
+    return value
+
+
+def _check_tensors(gguf: GGUFFile, shape: LlamaShape) -> None:
+    """Every weight must be there, as large as the sizes say, before anything is converted."""
+    for name, wanted in _weights(shape):
+        info = gguf.tensors.get(name)
+        if info is None:
+            raise ModelUnreadable(f"{gguf.path} is incomplete: it has no tensor {name!r}")
+        if info.shape != wanted:
+            raise ModelUnreadable(
+                f"{gguf.path}: tensor {name!r} has shape {info.shape} instead of {wanted}"
+            )
     for name, info in gguf.tensors.items():
-        for part, rows in wanted.items():
-            if f".{part}." in name and (info.shape[0] != rows or shape.head_dim % 2):
-                raise ModelUnreadable(
-                    f"{gguf.path}: tensor {name!r} has {info.shape[0]} rows instead of {rows}"
-                )
+        weight = gguf.tensors.get(f"{name.removesuffix('.bias')}.weight")
+        if name.endswith(".bias") and weight is not None and info.shape != weight.shape[:1]:
+            raise ModelUnreadable(
+                f"{gguf.path}: tensor {name!r} has shape {info.shape} instead of {weight.shape[:1]}"
+            )
+
+
+def _weights(shape: LlamaShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the weights; lazily, because a broken file may claim a billion layers."""
+    hidden, attention = shape.hidden, shape.heads * shape.head_dim
+    keys = shape.kv_heads * shape.head_dim
+    layer = {
+        "attn_norm": (hidden,),
+        "attn_q": (attention, hidden),
+        "attn_k": (keys, hidden),
+        "attn_v": (keys, hidden),
+        "attn_output": (hidden, attention),
+        "ffn_norm": (hidden,),
+        "ffn_gate": (shape.feed_forward, hidden),
+        "ffn_up": (shape.feed_forward, hidden),
+        "ffn_down": (hidden, shape.feed_forward),
+    }
+    yield "token_embd.weight", (shape.vocabulary, hidden)
+    yield "output_norm.weight", (hidden,)
+    for number in range(shape.layers):
+        for name, wanted in layer.items():
+            yield f"blk.{number}.{name}.weight", wanted
 
 
 def _stop_ids(metadata: dict[str, Any]) -> list[int]:
@@ -114,7 +152,7 @@ def _rope_scaling(gguf: GGUFFile, shape: LlamaShape) -> dict[str, Any] | None:
     if kind == "none":
         return None
     if kind == "linear":
-        return {"type": "linear", "factor": gguf.metadata.get("llama.rope.scaling.factor", 1.0)}
+        return {"type": "linear", "factor": _positive(gguf, "rope.scaling.factor", 1.0)}
     raise ModelUnreadable(f"{gguf.path}: rope scaling {kind!r} is not supported")
 
 
@@ -123,7 +161,7 @@ def _llama3_scaling(gguf: GGUFFile, shape: LlamaShape) -> dict[str, Any]:
     keeps."""
     found = gguf.read(gguf.tensors[FREQUENCIES]).view(np.float32).ravel()
     factor = float(found.max())
-    base = gguf.metadata.get("llama.rope.freq_base", 10000.0)
+    base = _positive(gguf, "rope.freq_base", 10000.0)
     wavelength = 2 * np.pi * base ** (np.arange(0, shape.head_dim, 2) / shape.head_dim)
     turns = LLAMA3_ORIGINAL / wavelength
     blend = np.clip((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW), 0, 1)

@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from ..errors import ModelNotFound
+from ..errors import ModelNotFound, ModelUnreadable
 from . import embedded
 from .cache_folder import cache_folder, publishing
 from .directory import load_directory
@@ -13,15 +13,17 @@ from .hub import hub_directory
 from .identity import file_digests
 from .loaded import LoadedModel
 from .progress import ReportProgress, ignore_progress
+from .reasons import reason_of
 from .synthetic import load_synthetic
 from .synthetic_spec import PREFIX
 
 CONVERSION_VERSION = 2
+LONGEST_NAME = 80
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def load(
-    spec: str,
+    spec: str | os.PathLike[str],
     *,
     dtype: str | None = None,
     progress: ReportProgress | None = None,
@@ -35,8 +37,17 @@ def load(
     fetched or converted goes to `cache_dir` (see `cache_folder`). Raises `ModelNotFound` or
     `ModelUnreadable`, and `ModelError` for a cache folder that cannot be written.
     """
-    report = progress or ignore_progress
-    cache = cache_folder(cache_dir)
+    if not isinstance(spec, str | os.PathLike):
+        raise ModelNotFound(f"no model {spec!r}: a model is named by text or a path")
+    try:
+        return _load(os.fspath(spec), dtype, progress or ignore_progress, cache_folder(cache_dir))
+    except OSError as error:
+        raise ModelUnreadable(
+            f"cannot read {error.filename or spec}: {error.strerror or reason_of(error)}"
+        ) from error
+
+
+def _load(spec: str, dtype: str | None, report: ReportProgress, cache: Path) -> LoadedModel:
     if spec.startswith(PREFIX):
         return load_synthetic(spec, dtype=dtype, conversions=conversions(cache), progress=report)
     folder, name = _locate(spec, cache, report)
@@ -48,14 +59,18 @@ def _locate(spec: str, cache: Path, progress: ReportProgress) -> tuple[Path, str
     name."""
     if spec == embedded.NAME:
         return embedded.embedded_directory(conversions(cache), progress), spec
-    path = Path(spec).expanduser()
-    if spec and path.is_dir():
+    try:
+        path = Path(spec).expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError) as error:  # a name that is too long, or of no user
+        raise ModelNotFound(f"no model {spec[:LONGEST_NAME]!r}: {reason_of(error)}") from error
+    if spec and is_folder:
         return path, path.resolve().name
-    if path.is_file() and path.suffix == ".gguf":
+    if is_file and path.suffix == ".gguf":
         return gguf_directory(path, cache, progress), path.stem
     if HUB_ID.fullmatch(spec) and path.suffix != ".gguf":
         return hub_directory(spec, progress), spec
-    kind = "is not a .gguf file" if path.is_file() else "does not exist"
+    kind = "is not a .gguf file" if path.exists() else "does not exist"
     raise ModelNotFound(
         f"no model {spec!r}: {path.absolute()} {kind}; a model is org/name, a directory, "
         f"a .gguf file, {embedded.NAME} or {PREFIX}<architecture>"

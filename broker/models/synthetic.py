@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import psutil
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -148,6 +149,7 @@ def _build(asked: SyntheticSpec, config: dict[str, Any]) -> nn.Module:
 def _fill(model: nn.Module, seed: int, dtype: mx.Dtype, progress: ReportProgress) -> None:
     parameters: list[tuple[str, mx.array]] = tree_flatten(model.parameters())  # type: ignore[assignment]
     may_cast = getattr(model, "cast_predicate", lambda path: True)
+    _check_memory(parameters, dtype)
     made: list[tuple[str, mx.array]] = []
     waiting = 0
     for path, value in parameters:
@@ -162,6 +164,16 @@ def _fill(model: nn.Module, seed: int, dtype: mx.Dtype, progress: ReportProgress
     model.update(tree_unflatten(made))
     mx.eval(model.parameters())
     progress(Progress("making weights", len(parameters), len(parameters)))
+
+
+def _check_memory(parameters: list[tuple[str, mx.array]], dtype: mx.Dtype) -> None:
+    """MLX's CPU build ends the process, without a word, where an allocation fails."""
+    wanted = sum(value.size for _, value in parameters) * dtype.size
+    memory = int(mx.device_info().get("memory_size") or psutil.virtual_memory().total)
+    if wanted > memory:
+        raise ModelUnreadable(
+            f"its weights need {wanted / 2**30:,.1f} GiB; this machine has {memory / 2**30:,.1f}"
+        )
 
 
 def _weight(path: str, value: mx.array, seed: int, dtype: mx.Dtype) -> mx.array:

@@ -15,6 +15,7 @@ SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "v
 NUMBERS = (*SIZES, "window", "seed")
 WORDS = ("dtype", "tokenizer")
 MAX_NUMBER = 2**40
+MAX_LAYERS = 4096
 
 
 class SyntheticSpec(NamedTuple):
@@ -54,10 +55,10 @@ def parse_spec(spec: str) -> SyntheticSpec:
 
 def _number(spec: str, name: str, value: str) -> int:
     lowest = 0 if name in {"seed", "window"} else 1
-    if not re.fullmatch("[0-9]{1,15}", value) or not lowest <= int(value) <= MAX_NUMBER:
+    highest = MAX_LAYERS if name == "layers" else MAX_NUMBER
+    if not re.fullmatch("[0-9]{1,15}", value) or not lowest <= int(value) <= highest:
         raise ModelUnreadable(
-            f"{spec!r}: {name} is {value!r}; it must be a whole number from {lowest} "
-            f"to {MAX_NUMBER}"
+            f"{spec!r}: {name} is {value!r}; it must be a whole number from {lowest} to {highest}"
         )
     return int(value)
 

@@ -28,6 +28,11 @@ def test_the_folder_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_
     assert cache_folder("/given") == Path("/given")
 
 
+def test_without_a_home_it_says_what_to_set() -> None:
+    with pytest.raises(ModelError, match="~no-such-user/cache: set MLX_SWARM_CACHE"):
+        cache_folder("~no-such-user/cache")
+
+
 def test_a_folder_appears_complete_or_not_at_all(tmp_path: Path) -> None:
     target = tmp_path / "models" / "tiny"
     with pytest.raises(ZeroDivisionError), publishing(target) as folder:

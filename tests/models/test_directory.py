@@ -133,6 +133,27 @@ def test_an_unknown_model_says_what_was_looked_for(spec: str, tmp_path: Path) ->
     assert repr(spec) in str(error)
 
 
+@pytest.mark.parametrize(
+    "spec", ["x" * 5000, "x" * 5000 + ".gguf", "~no-such-user/model", "a\0b", "/dev/null"]
+)
+def test_a_name_that_no_path_can_have_is_one_line(spec: str, tmp_path: Path) -> None:
+    assert isinstance(refused(spec, "no model", tmp_path), ModelNotFound)
+
+
+@pytest.mark.parametrize(
+    "index", ["[]", '{"weight_map": {"a": 5}}', '{"weight_map": {"a": []}}', "[" * 100_000]
+)
+def test_a_broken_index_of_weights_is_refused(index: str, folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text(index)
+    refused(folder, "index.json is broken", tmp_path)
+
+
+def test_a_folder_may_be_given_as_a_path(folder: Path, tmp_path: Path) -> None:
+    assert load(folder, cache_dir=tmp_path / "cache").name == "tiny"
+    with pytest.raises(ModelNotFound, match="no model None"):
+        load(None)  # type: ignore[arg-type]
+
+
 def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     refused(tmp_path / "notes.txt", "is not a .gguf file", tmp_path)
