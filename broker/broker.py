@@ -65,8 +65,8 @@ class Broker:
         self._ram = parse_size(ram)
         self._memory = 0 if memory is None else parse_size(memory)
         for name, value in (("max_rows", max_rows), ("prefill_chunk", prefill_chunk)):
-            if value < 1:
-                raise InvalidSetting(f"{name} is {value}; it must be at least 1")
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InvalidSetting(f"{name} is {value!r}; it must be at least 1, and whole")
         require_mlx()
         self._model = model
         self._dtype = dtype

@@ -426,8 +426,9 @@ def test_sizes_that_are_none(size: Any) -> None:
 
 @pytest.mark.parametrize("setting", ["max_rows", "prefill_chunk"])
 def test_settings_below_one_are_refused(setting: str) -> None:
-    with pytest.raises(InvalidSetting, match=f"{setting} is 0"):
-        tiny(**{setting: 0})
+    for value in (0, 1.5, True, "x", None):
+        with pytest.raises(InvalidSetting, match=f"{setting} is {value!r}; it must be at least 1"):
+            tiny(**{setting: value})
 
 
 def test_without_mlx_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
+from mlx_swarm.broker.errors import TraceError
 from mlx_swarm.broker.trace.events import Event, Finished, FirstToken, Planned, Queued
 
 AnyEvent = TypeVar("AnyEvent", Queued, Planned, FirstToken, Finished)
@@ -71,7 +72,10 @@ class Run(Struct, frozen=True):
 def read_run(
     events: Iterable[Event], swarm: str, shared_prefix_tokens: int, texts: Mapping[str, str]
 ) -> Run:
-    """The run of `swarm` as its trace tells it, agents in the order of `texts` (name to reply)."""
+    """The run of `swarm` as its trace tells it, agents in the order of `texts` (name to reply).
+
+    Raises `TraceError` if the run was so long that the trace has lost its beginning.
+    """
     kept = list(events)
     queued = {event.agent: event for event in _only(Queued, kept) if event.swarm == swarm}
     planned = {event.request: event for event in _only(Planned, kept)}
@@ -93,7 +97,13 @@ def read_run(
             finished=end.time,
         )
 
-    return Run(shared_prefix_tokens, tuple(agent_run(*item) for item in texts.items()))
+    try:
+        return Run(shared_prefix_tokens, tuple(agent_run(*item) for item in texts.items()))
+    except KeyError:
+        raise TraceError(
+            f"the run outgrew its trace, which holds the last {len(kept):,} events: "
+            "run fewer agents, or let them write less"
+        ) from None
 
 
 def _only(kind: type[AnyEvent], events: list[Event]) -> list[AnyEvent]:

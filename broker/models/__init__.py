@@ -2,10 +2,13 @@
 tokens."""
 
 # The backend puts a fast BLAS in place, which must happen before MLX is imported.
-from .. import backend as _backend  # noqa: F401
-from .identity import ModelIdentity, namespace_digest
-from .loaded import LoadedModel, Rendered
-from .loading import load
-from .progress import Progress
+from ..backend import require_mlx
+
+require_mlx()
+
+from .identity import ModelIdentity, namespace_digest  # noqa: E402
+from .loaded import LoadedModel, Rendered  # noqa: E402
+from .loading import load  # noqa: E402
+from .progress import Progress  # noqa: E402
 
 __all__ = ["LoadedModel", "ModelIdentity", "Progress", "Rendered", "load", "namespace_digest"]

@@ -57,7 +57,7 @@ class Recorder:
             time=clock(), version=TRACE_VERSION, wall_time=time.time(), model=model, backend=backend
         )
         if path is not None:
-            file = _open_private(Path(path))
+            file = _open_private(path)
             self._waiting.append(self.started)
             self._writer = Thread(
                 target=self._write, args=(file,), name="mlx-swarm-trace", daemon=True
@@ -178,12 +178,15 @@ def _decode_line(path: str | os.PathLike[str], number: int, line: bytes) -> Trac
         raise TraceError(f"{path}, line {number}: {error}") from None
 
 
-def _open_private(path: Path) -> BinaryIO:
+def _open_private(path: str | os.PathLike[str]) -> BinaryIO:
     """The file, emptied, for its owner only; devices and pipes keep their mode."""
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(
+            os.fspath(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600
+        )
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.fchmod(descriptor, 0o600)
         return os.fdopen(descriptor, "wb")
-    except OSError as error:
-        raise TraceError(f"cannot write trace {path}: {error.strerror or error}") from None
+    except (OSError, TypeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise TraceError(f"cannot write trace {path!s}: {reason}") from None

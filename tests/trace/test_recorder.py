@@ -4,6 +4,7 @@ import os
 import stat
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,6 +76,12 @@ def test_closing_leaves_no_thread(tmp_path: Path) -> None:
 def test_a_path_that_cannot_be_written_is_a_one_line_error(tmp_path: Path, name: str) -> None:
     with pytest.raises(TraceError, match=r"^cannot write trace .*: [^\n]+$"):
         Recorder(path=tmp_path / name)
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", 5])
+def test_what_is_no_path_is_a_one_line_error(path: Any) -> None:
+    with pytest.raises(TraceError, match=r"^cannot write trace .*: [^\n]+$"):
+        Recorder(path=path)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")

@@ -1,6 +1,9 @@
 """The demo's numbers come from the trace, request by request."""
 
+import pytest
+
 from mlx_swarm.agents.demo.report import Run, read_run
+from mlx_swarm.broker.errors import TraceError
 from mlx_swarm.broker.trace.events import Event, Finished, FirstToken, Planned, Queued
 
 
@@ -58,3 +61,9 @@ def test_totals_span_the_whole_run() -> None:
     assert run().last_first_token == 3.0
     totals = ("agents", "shared_prefix_tokens", "prompt_tokens", "prefilled_tokens")
     assert [report[name] for name in totals] == [2, 80, 200, 110]
+
+
+def test_a_trace_without_its_beginning_says_so() -> None:
+    events = trace_of("a", "demo", 10.0, cached=0)[1:]
+    with pytest.raises(TraceError, match="outgrew its trace, which holds the last 3 events"):
+        read_run(events, "demo", 80, {"a": "text"})
