@@ -20,7 +20,7 @@ from rich.table import Table
 
 from bench import cache_clones, cache_index
 from bench.cache_index import HitRates, LookupTimes
-from bench.runner import Comparison, Machine, Report, machine
+from bench.runner import Comparison, Machine, Report, machine, run
 
 SECTIONS = ("lookup", "clones", "eviction")
 LOOKUP_BAR = 0.5e-3
@@ -137,4 +137,4 @@ def _table(title: str, headings: Sequence[str]) -> Table:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from bench.rates import Arrival, decode_rate, job_rate, prefill_rate
-from bench.runner import Comparison, Report, compare, machine, table
+from bench.runner import Comparison, Report, compare, machine, positive, run, table
 from mlx_swarm.broker.broker import Broker
 from mlx_swarm.broker.models import LoadedModel, load
 from mlx_swarm.broker.request import Delta, Request, Started
@@ -171,14 +171,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default=None, help="float32, float16 or bfloat16")
     parser.add_argument("--ram", default="2GiB", help="the broker's cache")
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--output-tokens", type=int, default=32)
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--prompt-tokens", type=positive, default=128)
+    parser.add_argument("--output-tokens", type=positive, default=32)
+    parser.add_argument("--rows", type=positive, default=8)
+    parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--json", default="", help="a file for the report")
     return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

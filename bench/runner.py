@@ -7,7 +7,9 @@ do not overlap.
 import os
 import platform
 import statistics
+import sys
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mlx_swarm.broker import backend
+from mlx_swarm.broker.errors import SwarmError
 
 Contender = Callable[[], float | None]
 DISTRIBUTIONS = ("mlx-swarm", "mlx", "mlx-lm")
@@ -162,6 +165,22 @@ def machine() -> Machine:
         python=platform.python_version(),
         versions={name: _version(name) for name in DISTRIBUTIONS},
     )
+
+
+def positive(text: str) -> int:
+    """A command-line number of at least 1, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
+def run(main: Callable[[], object]) -> None:
+    """Run a benchmark as a command: what is refused or cannot be written is one line and exit 1."""
+    try:
+        main()
+    except (SwarmError, OSError) as error:
+        sys.exit(f"bench: {error}")
 
 
 def _measure(name: str, contender: Contender, clock: Callable[[], float]) -> float:

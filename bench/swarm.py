@@ -21,7 +21,7 @@ from msgspec import Struct
 from rich.console import Console
 
 from bench.rates import Arrival, decode_rate
-from bench.runner import Comparison, Report, compare, machine, table
+from bench.runner import Comparison, Report, compare, machine, positive, run, table
 from bench.swarm_steps import replicated_steps, shared_steps, stock_steps
 from mlx_swarm.broker.broker import Broker
 from mlx_swarm.broker.cache.layout import Layout
@@ -115,10 +115,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--swarms", nargs="*", default=["8x512x16x16"], help="N x shared x own x out"
     )
-    parser.add_argument("--tail", type=int, default=128, help="mean tail of the decode steps")
-    parser.add_argument("--count", type=int, default=24, help="steps of one measurement")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--chunk", type=int, default=2048, help="prefill chunk of the broker")
+    parser.add_argument("--tail", type=positive, default=128, help="mean tail of the decode steps")
+    parser.add_argument("--count", type=positive, default=24, help="steps of one measurement")
+    parser.add_argument("--repeats", type=positive, default=3)
+    parser.add_argument("--chunk", type=positive, default=2048, help="prefill chunk of the broker")
     parser.add_argument("--ram", default="2GiB")
     parser.add_argument("--replicate", type=int, default=1 << 62, help="bytes mlx-lm may take")
     parser.add_argument("--json", help="write everything to this file")
@@ -315,4 +315,4 @@ def _swarm(
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
