@@ -81,7 +81,13 @@ class EventFeed:
 
     def __init__(self) -> None:
         self.running = 0
+        self._has_begun = False
         self._subscribers: WeakSet[EventStream] = WeakSet()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all turns so far are over; not before the first, or the end of the scope."""
+        return self._has_begun and not self.running
 
     @property
     def has_subscribers(self) -> bool:
@@ -97,13 +103,17 @@ class EventFeed:
     def turn_begins(self) -> None:
         """Count a turn; streams do not end before it does."""
         self.running += 1
+        self._has_begun = True
 
     def turn_ends(self) -> None:
         """Count a turn out; with the last one, the streams end."""
         self.running -= 1
-        if not self.running:
-            for stream in self._subscribers:
-                stream.signal.notify()
+        self._wake_if_idle()
+
+    def close(self) -> None:
+        """No more turns will begin."""
+        self._has_begun = True
+        self._wake_if_idle()
 
     def publish(self, event: SwarmEvent) -> None:
         """Append an event to every stream."""
@@ -111,9 +121,16 @@ class EventFeed:
             stream.waiting.append(event)
             stream.signal.notify()
 
+    def _wake_if_idle(self) -> None:
+        if self.is_idle:
+            for stream in self._subscribers:
+                stream.signal.notify()
+
 
 class EventStream:
-    """An async iterator over a swarm's events. It ends when no turn is running or queued."""
+    """An async iterator over a swarm's events. It ends when no turn is running or queued any more;
+    one that was begun before the first turn waits for it.
+    """
 
     def __init__(self, feed: EventFeed) -> None:
         self.waiting: deque[SwarmEvent] = deque()
@@ -125,7 +142,7 @@ class EventStream:
 
     async def __anext__(self) -> SwarmEvent:
         while not self.waiting:
-            if not self._feed.running:
+            if self._feed.is_idle:
                 raise StopAsyncIteration
             await self.signal.wait()
         return self.waiting.popleft()

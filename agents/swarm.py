@@ -116,7 +116,10 @@ class Swarm:
                 agent.cancel()
 
     def events(self) -> EventStream:
-        """What happens from now on, all agents merged. Ends when no turn is running or queued."""
+        """What happens from now on, all agents merged.
+
+        Ends when no turn is running or queued any more; begun before the first turn, it waits.
+        """
         return self._feed.subscribe()
 
     @property
@@ -149,7 +152,10 @@ class Swarm:
         if error is not None:
             scope.tasks.cancel_scope.cancel()
         # The group is not told of the error: it would wrap it, and agents raise nothing themselves.
-        await scope.tasks.__aexit__(None, None, None)
+        try:
+            await scope.tasks.__aexit__(None, None, None)
+        finally:
+            self._feed.close()
 
     def _open_scope(self) -> Scope:
         if self._scope is None or self._scope.closed:

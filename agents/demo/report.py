@@ -20,14 +20,14 @@ class AgentRun(Struct, frozen=True, kw_only=True):
     prefilled_tokens: int
     output_tokens: int
     text: str
-    queued: float
+    submitted: float
     first_token: float
     finished: float
 
     @property
     def ttft(self) -> float:
         """Seconds from submission to the first token."""
-        return self.first_token - self.queued
+        return self.first_token - self.submitted
 
     @property
     def rate(self) -> float:
@@ -45,12 +45,12 @@ class Run(Struct, frozen=True):
     @property
     def seconds(self) -> float:
         """From the first submission to the last token."""
-        return max(a.finished for a in self.agents) - min(a.queued for a in self.agents)
+        return max(a.finished for a in self.agents) - min(a.submitted for a in self.agents)
 
     @property
     def last_first_token(self) -> float:
         """Seconds until the last of the agents had its first token."""
-        return max(a.first_token for a in self.agents) - min(a.queued for a in self.agents)
+        return max(a.first_token for a in self.agents) - min(a.submitted for a in self.agents)
 
     def total(self, field: Callable[[AgentRun], int]) -> int:
         """The sum of a field over all agents."""
@@ -92,7 +92,7 @@ def read_run(
             prefilled_tokens=plan.prefilled_tokens,
             output_tokens=end.output_tokens,
             text=text,
-            queued=start.time,
+            submitted=start.submitted,
             first_token=first[start.request].time,
             finished=end.time,
         )

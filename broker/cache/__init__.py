@@ -1,1 +1,1 @@
-"""x"""
+"""The prompt cache: a prefix tree over packed KV. Begin with `prompt_cache` and `plan`."""

@@ -88,6 +88,7 @@ class EngineLoop:
         self._rows[row.id] = row
         self._emit(
             events.Queued,
+            submitted=row.submitted,
             request=row.id,
             agent=row.request.agent,
             swarm=row.request.swarm,

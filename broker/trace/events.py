@@ -50,8 +50,9 @@ class TraceStarted(Event, frozen=True):
 
 
 class Queued(Event, frozen=True):
-    """A request arrived."""
+    """A request arrived. It was `submitted` then; a busy engine takes note of it a little later."""
 
+    submitted: float
     request: str
     agent: str
     swarm: str

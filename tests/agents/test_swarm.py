@@ -187,6 +187,27 @@ async def test_events_reach_every_listener_and_a_dropped_one_is_forgotten() -> N
         assert [event async for event in first] == [event async for event in second]
 
 
+async def test_who_listens_before_the_first_turn_hears_of_it() -> None:
+    seen: list[SwarmEvent] = []
+
+    async def listen(swarm: Swarm) -> None:
+        seen.extend([event async for event in swarm.events()])
+
+    async with anyio.create_task_group() as tasks, Swarm(FakeBroker(echo)) as swarm:
+        tasks.start_soon(listen, swarm)
+        await anyio.wait_all_tasks_blocked()
+        await swarm.map(["one"])
+    assert isinstance(seen[0], AgentStarted)
+    assert isinstance(seen[-1], AgentFinished)
+
+
+async def test_who_listens_to_a_swarm_without_turns_is_released_at_its_end() -> None:
+    async with anyio.create_task_group() as tasks:
+        async with Swarm(FakeBroker()) as swarm:
+            tasks.start_soon(anext, swarm.events(), None)
+            await anyio.wait_all_tasks_blocked()
+
+
 async def test_events_of_an_idle_swarm_end_at_once() -> None:
     async with Swarm(FakeBroker()) as swarm:
         await swarm.map(["one"])

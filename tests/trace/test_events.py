@@ -34,6 +34,7 @@ EXAMPLES: list[Event] = [
     TraceStarted(time=0.0, version=1, wall_time=1.7e9, model="tiny", backend="cpu"),
     Queued(
         time=0.5,
+        submitted=0.25,
         request="r1",
         agent="editor",
         swarm="swarm",

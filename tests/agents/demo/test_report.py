@@ -12,7 +12,8 @@ def trace_of(agent: str, swarm: str, start: float, cached: int) -> list[Event]:
     request = f"{swarm}/{agent}"
     return [
         Queued(
-            time=start,
+            time=start + 0.5,
+            submitted=start,
             request=request,
             agent=agent,
             swarm=swarm,
