@@ -2,22 +2,22 @@
 
 Whatever goes wrong on purpose is one line on stderr and an exit code: 1 for a `SwarmError` and for
 what the system refuses (a full disk, say), 2 for a command line that cannot be read, 130 for Ctrl-C
-and 128 plus the signal for the others, which end a command just as orderly.
+and 128 plus the signal for the others, which end a command just as orderly. After the first, the
+others are ignored: see `interrupts`.
 """
 
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module, metadata
 from io import TextIOWrapper
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
 
 from .errors import SwarmError
+from .interrupts import INTERRUPTS
 
 INTERRUPTED = 130
 # typer exports one leaf of the errors of its parser; this is what they have in common.
@@ -32,9 +32,10 @@ def main() -> None:
         if isinstance(stream, TextIOWrapper):
             # What a model writes may not exist in the terminal's encoding.
             stream.reconfigure(errors="replace")
-    received = _interrupt_on("SIGTERM", "SIGHUP")
+    INTERRUPTS.install()
     code = run(sys.argv[1:]) or _write_out()
-    sys.exit(128 + received[0] if received else code)
+    INTERRUPTS.finish()
+    sys.exit(code if INTERRUPTS.received is None else 128 + INTERRUPTS.received)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -113,25 +114,6 @@ def _report_group(group: BaseExceptionGroup[BaseException]) -> int:
     while isinstance(first, BaseExceptionGroup):
         first = first.exceptions[0]
     return _complain(1, str(first))
-
-
-def _interrupt_on(*names: str) -> list[int]:
-    """Make these signals end the command as Ctrl-C does; returns where those that came are kept."""
-    received: list[int] = []
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        handler = signal.getsignal(signal.SIGINT)
-        # A command in a script's background ignores Ctrl-C, but not this.
-        if not callable(handler):
-            raise KeyboardInterrupt
-        handler(signal.SIGINT, frame)
-
-    for name in names:
-        number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, interrupt)
-    return received
 
 
 def _write_out() -> int:

@@ -1,5 +1,6 @@
 """The demo's work: open a broker, let the agents run, say what it cost."""
 
+import asyncio
 import json
 import sys
 from contextlib import AsyncExitStack
@@ -11,6 +12,7 @@ from rich.console import Console
 from mlx_swarm.broker import Broker
 from mlx_swarm.broker.backend import BLAS_HINT, describe
 from mlx_swarm.broker.errors import InvalidRequest
+from mlx_swarm.broker.interrupts import INTERRUPTS
 from mlx_swarm.broker.request import Message
 
 from ..swarm import Swarm
@@ -46,7 +48,18 @@ class Options(Struct, frozen=True, kw_only=True):
 def run(options: Options) -> None:
     """Run the demo and print its outcome; raises `SwarmError`s as they come."""
     options.validate()
-    anyio.run(_run, options)
+    if not anyio.run(_run_to_the_end, options):
+        raise KeyboardInterrupt
+
+
+async def _run_to_the_end(options: Options) -> bool:
+    """False if a signal ended it. Cancelling a scope leaves what is shielded from it alone."""
+    loop = asyncio.get_running_loop()
+    with anyio.CancelScope() as scope:
+        # The loop may be asleep, and a signal does not wake it.
+        with INTERRUPTS.ended_by(lambda: loop.call_soon_threadsafe(scope.cancel)):
+            await _run(options)
+    return not scope.cancelled_caught
 
 
 async def _run(options: Options) -> None:
