@@ -19,7 +19,8 @@ from .synthetic_spec import PREFIX
 
 CONVERSION_VERSION = 2
 LONGEST_NAME = 80
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# What begins with a dot is a path, whatever follows.
+HUB_ID = re.compile(r"(?!\.)[\w.-]+/[\w.-]+")
 
 
 def load(

@@ -14,6 +14,7 @@ from mlx_lm.utils import save_config, save_model
 
 from mlx_swarm.broker.errors import InvalidRequest, ModelError, ModelNotFound, ModelUnreadable
 from mlx_swarm.broker.models import LoadedModel, load
+from mlx_swarm.broker.models.progress import Progress
 from mlx_swarm.broker.request import Message
 
 SPEC = "synthetic:llama?layers=2"
@@ -131,6 +132,14 @@ def test_an_unknown_model_says_what_was_looked_for(spec: str, tmp_path: Path) ->
     error = refused(spec, "no model", tmp_path)
     assert isinstance(error, ModelNotFound)
     assert repr(spec) in str(error)
+
+
+@pytest.mark.parametrize("spec", ["./nothere", "../nothere", ".hidden/model", "~/nothere"])
+def test_a_path_is_never_looked_for_on_the_hub(spec: str, tmp_path: Path) -> None:
+    stages: list[Progress] = []
+    with pytest.raises(ModelNotFound, match=f"no model {spec!r}: /.* does not exist; a model is"):
+        load(spec, cache_dir=tmp_path / "cache", progress=stages.append)
+    assert stages == []
 
 
 @pytest.mark.parametrize(
