@@ -13,7 +13,14 @@ PACKAGES = ("broker", "agents")
 
 # Lowest first. A module may import from its own layer and from those under it.
 LAYERS = (
-    ("broker.errors", "broker.affinity", "broker.backend", "broker.checks", "broker.request"),
+    (
+        "broker.errors",
+        "broker.affinity",
+        "broker.interrupts",
+        "broker.backend",
+        "broker.checks",
+        "broker.request",
+    ),
     ("broker.trace",),
     ("broker.cache", "broker.models"),
     ("broker.engine",),

@@ -15,6 +15,7 @@ from ..events import AgentDelta, AgentFailed, AgentFinished, AgentStarted, Agent
 
 REFRESHES_A_SECOND = 12
 FRAME_LINES = 2
+STATE_WIDTH = len("cancelled")
 LINES_AN_AGENT = 3
 PLAIN_WIDTH = 72
 
@@ -51,17 +52,19 @@ class LiveDisplay:
                 self._texts[name] += printable(text)
             case AgentFinished(agent=name):
                 self._states[name] = "done"
-            case AgentFailed(agent=name) | AgentStopped(agent=name):
+            case AgentFailed(agent=name):
                 self._states[name] = "failed"
+            case AgentStopped(agent=name):
+                self._states[name] = "cancelled"
 
     def table(self) -> Table:
         """What is on the screen now."""
         table = Table(box=None, padding=(0, 1), expand=True, show_header=False)
         name_width = max(map(len, self._texts))
         table.add_column(style="bold", width=name_width)
-        table.add_column(style="dim", width=len("reading"))
+        table.add_column(style="dim", width=STATE_WIDTH)
         table.add_column(ratio=1)
-        width = max(self._console.width - name_width - len("reading") - 6, 10)
+        width = max(self._console.width - name_width - STATE_WIDTH - 6, 10)
         room = (self._console.height - FRAME_LINES) // len(self._texts)
         lines = min(max(room, 1), LINES_AN_AGENT)
         for name, text in list(self._texts.items()):

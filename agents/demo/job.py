@@ -71,13 +71,26 @@ async def _run(options: Options) -> None:
         if slow := describe().is_slow:
             messages.print(BLAS_HINT, highlight=False, soft_wrap=True)
         demo = Demo(broker, options, output, slow)
-        shared = await demo.run_agents("shared", sharing=True)
-        alone = await demo.run_agents("alone", sharing=False) if options.compare else None
+        _announce(options, output, f"{_counted(options.agents)}, sharing their instructions …")
+        shared, alone = await demo.run_agents("shared", sharing=True), None
+        if options.compare:
+            _announce(options, output, "the same without sharing …")
+            alone = await demo.run_agents("alone", sharing=False)
     if alone:
         print_comparison(output, shared, alone)
     if options.json:
         report = shared.as_json() | ({"without_sharing": alone.as_json()} if alone else {})
         sys.stdout.write(json.dumps(report) + "\n")  # in ASCII, which every locale can print
+
+
+def _announce(options: Options, output: Console, what: str) -> None:
+    """Say what is silent for a while now; on a terminal the table shows it."""
+    if not options.json and not output.is_terminal:
+        output.out(what, highlight=False)
+
+
+def _counted(agents: int) -> str:
+    return "1 agent" if agents == 1 else f"{agents} agents"
 
 
 def _console(*, stderr: bool = False) -> Console:

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from mlx_swarm.agents.demo.display import PLAIN_WIDTH, LineDisplay, LiveDisplay, display_for
-from mlx_swarm.agents.events import AgentDelta, AgentFinished
+from mlx_swarm.agents.events import AgentDelta, AgentFailed, AgentFinished, AgentStopped
 from mlx_swarm.broker.request import Usage
 
 WORDS = " ".join(f"word{number}" for number in range(60))
@@ -74,3 +74,16 @@ def test_the_console_decides() -> None:
     terminal = Console(file=io.StringIO(), force_terminal=True)
     assert isinstance(display_for(terminal, ["one"]), LiveDisplay)
     assert isinstance(display_for(Console(file=io.StringIO()), ["one"]), LineDisplay)
+
+
+def test_live_table_tells_the_cancelled_from_the_failed() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=60)
+    with LiveDisplay(console, ["one", "other"]) as display:
+        display.show(AgentStopped(agent="one", turn=0, usage=Usage()))
+        display.show(AgentFailed(agent="other", turn=0, error="broken", usage=Usage()))
+    with console.capture() as capture:
+        console.print(display.table())
+    assert [line.split() for line in capture.get().splitlines()] == [
+        ["one", "cancelled"],
+        ["other", "failed"],
+    ]
