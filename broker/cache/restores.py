@@ -131,7 +131,7 @@ class Restores:
             restoration.error = error
             self._discard(restoration, space)
         else:
-            space.counts["restores"] += 1
+            space.counts["restores" if node is not None else "unstored"] += 1
         self._pass_hook(node, restored)
         return node
 

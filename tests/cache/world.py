@@ -93,10 +93,11 @@ class World:
         assert plan.ram_tokens == in_ram, (family, tokens, plan, in_ram)
         assert plan.reason is not None or plan.to_prefill == 1
         match = self._cold_match(family, tokens) if plan.cold_tokens else None
+        restores = self._restores()
         lease = self.cache.take(tokens, family)
         length = lease.length if lease is not None else 0
         if match is not None:
-            self._restored(family, match)
+            self._restored(family, match, self._restores() > restores)
             in_ram = self.oracle.usable(tokens, family)
         assert length == in_ram, (family, tokens, length, in_ram)
         if lease is not None:
@@ -250,12 +251,17 @@ class World:
         assert match.length > self.oracle.usable(tokens, family)
         return match
 
-    def _restored(self, family: str, match: ColdMatch) -> None:
+    def _restores(self) -> int:
+        return self.cache.statistics().total.restores
+
+    def _restored(self, family: str, match: ColdMatch, is_promoted: bool) -> None:
         """Tell the oracle what a restore brought, as far as it is still there."""
         assert self.cold is not None
         entry = self.cold.entries.get(match.name)
         if entry is None:
             assert match.name in self.cold.deleted
+            return
+        if not is_promoted:
             return
         self.oracle.put(entry.tokens.tolist(), entry.caches, family)
         self._forget_evicted()
