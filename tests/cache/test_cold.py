@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from mlx_swarm.broker.cache.kinds import materialise
 from mlx_swarm.broker.cache.prompt_cache import PromptCache
 from tests.cache.fake_cold import FakeColdStore
 from tests.cache.helpers import TOKEN_BYTES, put, sequence, take, taken
@@ -114,6 +115,17 @@ class TestRestore:
         for _ in range(60):
             cache.note_prefill(1, 1e9)
         assert cache.plan([*range(200, 220), 7]).cold_tokens == 20
+
+    def test_does_not_count_where_ram_has_no_room_for_it(self, store: FakeColdStore) -> None:
+        cache = PromptCache(30 * TOKEN_BYTES, cold=store)
+        put(cache, sequence(1, 20))
+        name = store.add("", sequence(2, 20), materialise(build("full", sequence(2, 20))))
+        with take(cache, [*sequence(1, 20), 7]) or pytest.fail("nothing taken"):
+            assert cache.take([*sequence(2, 20), 7]) is None
+        total = cache.statistics().total
+        assert (total.restores, total.unstored, total.restore_failures) == (0, 1, 0)
+        assert total.reasons["restore_failed"] == 1
+        assert store.released == [name]
 
     def test_is_not_waited_for_if_the_caller_says_so(
         self, cache: PromptCache, store: FakeColdStore
