@@ -234,7 +234,8 @@ SegmentsOf = Callable[[int], Sequence[Segment]]
 
 def _pack_group(group: Group, runs: Runs, found: dict[int, Sequence[Segment]]) -> mx.array:
     rows = [
-        [segment.planes[plane][0] for segment in select(found[leaf], runs)]
+        # An index would copy, even into an axis of one.
+        [mx.squeeze(segment.planes[plane], 0) for segment in select(found[leaf], runs)]
         for leaf, plane in group.members
     ]
     if not runs:

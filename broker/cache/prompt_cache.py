@@ -129,9 +129,11 @@ class PromptCache:
         Prompts that need the same stored sequence share one.
         """
         self._guard.check()
+        if self._restores is None:
+            return None
         wanted, space = as_tokens(tokens), self._peek(namespace)
         look = self._lookup.look(wanted, space)
-        if look.cold is None or self._restores is None:
+        if look.cold is None:
             return None
         return self._restores.start(look.cold, space, wanted, look.plan.ram_tokens)
 

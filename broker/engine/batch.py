@@ -97,8 +97,8 @@ class BatchLane:
         """Give the row its caches: a clone of what the prompt cache has, or empty ones."""
         self._guard.check()
         if row.reads_cache:
-            row.plan = self._cache.plan(row.prompt, row.namespace)
             row.lease = self._cache.take(row.prompt, row.namespace)
+            row.plan = row.lease.plan if row.lease else self._cache.plan(row.prompt, row.namespace)
         if row.lease is None:
             row.caches = self._model.make_caches()
             return
