@@ -117,11 +117,6 @@ class Node:
         return f"<Node [{self.start}, {self.stop}) {self.state.value}>"
 
     @property
-    def is_root(self) -> bool:
-        """Whether this is the empty prefix, which always is resident and never leaves."""
-        return self.parent is None
-
-    @property
     def is_held_leaf(self) -> bool:
         """Whether it may leave RAM: resident, nothing in RAM below it, and nobody leases it."""
         return (

@@ -255,11 +255,6 @@ class PrefixTree:
         self._changed(node)
         return upper
 
-    def boundary(self, walk: Walk, length: int) -> Node:
-        """The node that ends exactly at `length` on the walked path, split there if need be."""
-        node = walk.node_at(length)
-        return node if node.stop == length else self.split(node, length)
-
     def remove(self, node: Node) -> None:
         """Drop a leaf from the index. Its payloads are the caller's to release.
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from mlx_swarm.broker.cache.eviction import LRU, EvictionQueue, HitDensity
 from mlx_swarm.broker.cache.node import Node, NodeState
 from mlx_swarm.broker.cache.prefix_hash import as_tokens, entry_name, namespace_digest
-from mlx_swarm.broker.cache.tree import MonotoneClock, PrefixTree
+from mlx_swarm.broker.cache.tree import MonotoneClock, PrefixTree, Walk
 from mlx_swarm.broker.errors import CacheError
 from mlx_swarm.broker.trace.events import Divergence
 from tests.cache.index_model import FakeSpan, ManualClock, PrefixOracle, span_of
@@ -28,6 +28,12 @@ def stored(*entries: list[int]) -> PrefixTree:
     for tokens in entries:
         tree.insert(tokens, span_of(tokens, tree.walk(tokens).length))
     return tree
+
+
+def boundary(tree: PrefixTree, walk: Walk, length: int) -> Node:
+    """The node that ends exactly at `length` on the walked path, split there if need be."""
+    node = walk.node_at(length)
+    return node if node.stop == length else tree.split(node, length)
 
 
 class TreeMachine(RuleBasedStateMachine):
@@ -78,7 +84,7 @@ class TreeMachine(RuleBasedStateMachine):
     def split(self, tokens: list[int], cut: int) -> None:
         walk = self.tree.walk(tokens)
         if cut <= walk.length:
-            node = self.tree.boundary(walk, cut)
+            node = boundary(self.tree, walk, cut)
             assert node.stop == cut
             assert self.tree.tokens_of(node).tolist() == tokens[:cut]
 
@@ -99,7 +105,7 @@ class TreeMachine(RuleBasedStateMachine):
     def lease(self, tokens: list[int]) -> None:
         walk = self.tree.walk(tokens)
         if walk.held_length:
-            node = self.tree.boundary(walk, walk.held_length)
+            node = boundary(self.tree, walk, walk.held_length)
             self.tree.lease(node)
             self.tree.touch(node)
             self.leased.append((node, tuple(tokens[: walk.held_length])))
@@ -115,7 +121,7 @@ class TreeMachine(RuleBasedStateMachine):
     def pin(self, tokens: list[int], ttl: int) -> None:
         walk = self.tree.walk(tokens)
         if walk.held_length:
-            self.tree.pin(self.tree.boundary(walk, walk.held_length), ttl)
+            self.tree.pin(boundary(self.tree, walk, walk.held_length), ttl)
             key = tuple(tokens[: walk.held_length])
             self.pins[key] = max(self.pins.get(key, 0), self.latest + ttl)
 
