@@ -1,6 +1,5 @@
 """How far a model is fetched and loaded: a bar on a terminal, a line a stage elsewhere."""
 
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
@@ -42,10 +41,5 @@ class LoadingDisplay:
         self._bars.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._bars.stop()

@@ -1,7 +1,6 @@
 """What `take` hands out: a clone of a donor's first tokens, and the pins that keep it alive."""
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from ..affinity import ThreadGuard
@@ -70,12 +69,7 @@ class PromptLease:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.release()
 
 

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from types import TracebackType
 from typing import Self
 
 from msgspec import Struct
@@ -58,12 +57,7 @@ class Reservation:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.cancel()
 
 

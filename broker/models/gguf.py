@@ -8,7 +8,6 @@ import math
 import os
 import struct
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple, NoReturn, Self
 
 import numpy as np
@@ -112,12 +111,7 @@ class GGUFFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _read_header(self) -> None:

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Condition, Thread
-from types import TracebackType
 from typing import BinaryIO, Self
 
 import msgspec
@@ -107,12 +106,7 @@ class Recorder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _write(self, file: BinaryIO) -> None:
