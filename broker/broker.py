@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from .engine.loop import EngineLoop, EngineStatistics
     from .models import LoadedModel, Progress, Rendered
 
+PREFILL_CHUNK = 512
+FREE_SECONDS = 0.25
+"""Prompt tokens between two decode steps, and what prefill may take at once without any."""
+
 CLOSED_IN_LOADING = "the broker was closed while its model was loading"
 SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 SIZE_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -42,7 +46,8 @@ class Broker:
     or as text ("2GiB", "512MB"); `memory` bounds weights, cache and running requests together
     (default: what the device has), and requests wait for it in their order. At most `max_rows`
     requests run at a time; between two decode steps at most `prefill_chunk` prompt tokens are
-    computed. `trace` is a file for the trace events; `progress` is called, in the engine thread,
+    computed (default: 512, and as many as a quarter of a second is enough for while nothing
+    decodes). `trace` is a file for the trace events; `progress` is called, in the engine thread,
     while the model loads.
 
     An async context manager: entering loads the model, leaving ends everything, also what is still
@@ -57,20 +62,22 @@ class Broker:
         memory: int | str | None = None,
         dtype: str | None = None,
         max_rows: int = 32,
-        prefill_chunk: int = 512,
+        prefill_chunk: int | None = None,
         trace: str | os.PathLike[str] | None = None,
         progress: "Callable[[Progress], None] | None" = None,
     ) -> None:
         self._ram = parse_size(ram)
         self._memory = 0 if memory is None else parse_size(memory)
-        for name, value in (("max_rows", max_rows), ("prefill_chunk", prefill_chunk)):
+        chunk = PREFILL_CHUNK if prefill_chunk is None else prefill_chunk
+        for name, value in (("max_rows", max_rows), ("prefill_chunk", chunk)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InvalidSetting(f"{name} is {value!r}; it must be at least 1, and whole")
         require_mlx()
         self._model = model
         self._dtype = dtype
         self._max_rows = max_rows
-        self._prefill_chunk = prefill_chunk
+        self._prefill_chunk = chunk
+        self._free_seconds = FREE_SECONDS if prefill_chunk is None else 0.0
         self._trace = trace
         self._progress = progress
         self._ids = itertools.count(1)
@@ -168,7 +175,9 @@ class Broker:
         )
         try:
             model = self._load(report)
-            settings = EngineSettings(self._ram, self._max_rows, self._prefill_chunk, self._memory)
+            settings = EngineSettings(
+                self._ram, self._max_rows, self._prefill_chunk, self._memory, self._free_seconds
+            )
             with runnable(model.name):
                 engine = EngineLoop(model, recorder, settings)
         except BaseException:

@@ -311,7 +311,6 @@ async def test_what_happens_to_a_request_is_traced() -> None:
         events.Queued,
         events.Planned,
         *[events.PrefillChunk] * 5,
-        events.Put,
         events.DecodeStep,
         events.FirstToken,
         *[events.DecodeStep] * 3,

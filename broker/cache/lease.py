@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 from ..affinity import ThreadGuard
-from .extents import ExtentRange
+from .extents import Extent, ExtentRange
 from .holdings import Holdings
 from .kinds import clone
 from .node import Node
@@ -16,16 +16,16 @@ from .space import Space
 class PromptLease:
     """A clone at offset `length`, and its pins. A context manager; releasing twice is harmless.
 
-    `tokens` are the `length` tokens whose KV the clone holds; `caches` is one cache object a layer.
-    Running a model on them never changes the donor. `ranges` are the parts of extents that they
-    read, from position 0 on. `ram_tokens` and `cold_tokens` say where they came from and add up to
-    `length`; `plan` says why there are no more.
+    `tokens` are the `length` tokens whose KV the clone holds; `caches` is one cache object a layer,
+    made when first asked for. Running a model on them never changes the donor. `ranges` are the
+    parts of extents that they read, from position 0 on. `ram_tokens` and `cold_tokens` say where
+    they came from and add up to `length`; `plan` says why there are no more.
     """
 
     def __init__(
         self,
         tokens: Tokens,
-        caches: list[Any],
+        make_caches: Callable[[], list[Any]],
         *,
         namespace: str,
         plan: Plan,
@@ -33,7 +33,8 @@ class PromptLease:
         ranges: tuple[ExtentRange, ...] = (),
     ) -> None:
         self.tokens = tokens
-        self.caches = caches
+        self._make_caches = make_caches
+        self._caches: list[Any] | None = None
         self.ranges = ranges
         self.namespace = namespace
         self.plan = plan
@@ -43,6 +44,13 @@ class PromptLease:
     def length(self) -> int:
         """Tokens whose KV the clone holds."""
         return len(self.tokens)
+
+    @property
+    def caches(self) -> list[Any]:
+        """One cache object a layer, always the same ones; none after the release."""
+        if self._caches is None:
+            self._caches = self._make_caches()
+        return self._caches
 
     @property
     def ram_tokens(self) -> int:
@@ -63,7 +71,7 @@ class PromptLease:
         """Give the pins back and drop the clone's caches. Only the first call does something."""
         hook, self._on_release = self._on_release, None
         if hook is not None:
-            self.caches, self.ranges = [], ()
+            self._caches, self.ranges = [], ()
             hook(self)
 
     def __enter__(self) -> Self:
@@ -94,12 +102,12 @@ class Lender:
         assert layout is not None
         tree = space.tree
         spans = [each.span for each in node.path() if isinstance(each.span, ExtentRange)]
-        caches = clone(layout, spans, node.checkpoint, node.stop)
+        checkpoint, length = node.checkpoint, node.stop
         lent = [self._holdings.lend(span) for span in spans]
         tree.lease(node)
         lease = PromptLease(
             tree.tokens_of(node),
-            caches,
+            lambda: clone(layout, lent, checkpoint, length),
             namespace=space.name,
             plan=plan,
             on_release=self._released,
@@ -128,6 +136,10 @@ class Lender:
         """Every node that a lease protects: those it ends at and all above them."""
         ends = (loan.node for loan in self._out.values() if loan.node is not None)
         return {node for end in ends if end.span is not None for node in end.path()}
+
+    def readers(self, extent: Extent) -> int:
+        """How many leases read an extent."""
+        return sum(any(span.extent is extent for span in loan.lent) for loan in self._out.values())
 
     def spans(self) -> list[ExtentRange]:
         """Every range that clones keep."""

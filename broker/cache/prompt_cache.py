@@ -175,6 +175,10 @@ class PromptCache:
         plan = msgspec.structs.replace(look.plan, cold_tokens=0)
         return self._lender.lend(space, node, plan)
 
+    def readers(self, lease: PromptLease) -> int:
+        """How many leases, this one included, read the extent that it ends in; 0 for no KV."""
+        return self._lender.readers(lease.ranges[-1].extent) if lease.ranges else 0
+
     def peek_prefix_len(self, tokens: TokenSource, namespace: str = "") -> int:
         """Tokens of a prompt that RAM can serve. Refreshes nothing."""
         self._guard.check()

@@ -127,9 +127,10 @@ class Room:
             return self._contained(space, self._spill.spill_sync, tokens, caches, space.name)
         if not self.has_refuge:
             return False
+        copies = materialise(caches)
         lease = PromptLease(
             tokens.copy(),
-            materialise(caches),
+            lambda: copies,
             namespace=space.name,
             plan=plan,
             on_release=lambda lease: None,

@@ -1,8 +1,9 @@
 """The batch lane: continuous batching over stock mlx-lm models.
 
-Prompts are prefilled one row at a time, chunk by chunk, on the lease's own caches; rows then decode
-together. They share their prefixes (`shared.py`), unless the model cannot use our caches: then each
-has a copy (`replicated.py`), and the statistics say why.
+A long prompt is prefilled alone, chunk by chunk, on the lease's own caches; short rests of prompts
+are prefilled together, in the batch, where all rows decode. They share their prefixes
+(`shared.py`), unless the model cannot use our caches: then each has a copy (`replicated.py`), and
+the statistics say why.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from msgspec import Struct
 
 from ..affinity import ThreadGuard
 from ..cache.intake import Row as StoredRow
-from ..cache.prefix_hash import Tokens
+from ..cache.prefix_hash import Tokens, as_tokens
 from ..cache.prompt_cache import PromptCache
 from ..errors import SwarmError
 from ..models import LoadedModel
@@ -71,11 +72,8 @@ class BatchLane:
         self._self_test = self_test(model.model)
         self._verdict = batch_test(model.model, model.make_caches)
         layout = self._verdict.layout
-        self._decoder: Decoder = (
-            ReplicatedDecoder(model, max_rows)
-            if layout is None
-            else SharedDecoder(model, cache, layout)
-        )
+        self._shared = SharedDecoder(model, cache, self._verdict) if layout is not None else None
+        self._decoder: Decoder = self._shared or ReplicatedDecoder(model, max_rows)
 
     @property
     def running(self) -> Sequence[Row]:
@@ -99,31 +97,74 @@ class BatchLane:
         if row.reads_cache:
             row.lease = self._cache.take(row.prompt, row.namespace)
             row.plan = row.lease.plan if row.lease else self._cache.plan(row.prompt, row.namespace)
-        if row.lease is None:
-            row.caches = self._model.make_caches()
+        if row.lease is not None:
+            row.position = row.stored = row.lease.length
+            row.ram_tokens, row.cold_tokens = row.lease.ram_tokens, row.lease.cold_tokens
+        if self.can_seat(row):
             return
-        row.caches = self._self_test.usable(row.lease.caches)
-        row.position = row.lease.length
-        row.ram_tokens, row.cold_tokens = row.lease.ram_tokens, row.lease.cold_tokens
+        if row.lease is not None:
+            row.caches = self._self_test.usable(row.lease.caches)
+        else:
+            row.caches = self._model.make_caches()
+
+    def can_seat(self, row: Row) -> bool:
+        """Whether the rest of the row's prompt is to be computed in the batch, once seated."""
+        return self._shared is not None and not self.holds(row) and self._shared.can_seat(row)
+
+    def seat(self, row: Row) -> None:
+        """Take the row into the batch, as `can_seat` said. Its lease may change."""
+        self._guard.check()
+        assert self._shared is not None
+        self._shared.seat(row)
+
+    def holds(self, row: Row) -> bool:
+        """Whether the row has been taken into the batch."""
+        return self._decoder.holds(row)
+
+    @property
+    def donates(self) -> bool:
+        """Whether a row in the batch can be stored at any time."""
+        return self._shared is not None and self._shared.donates
+
+    def computed(self, row: Row) -> Tokens:
+        """The tokens of a row in the batch that could be stored now."""
+        return as_tokens(self._decoder.computed(row)[0])
+
+    def prefill_together(self, parts: Sequence[tuple[Row, int]]) -> None:
+        """Compute the prompts of rows in the batch, each up to a position; returns when they are
+        computed.
+        """
+        self._guard.check()
+        assert self._shared is not None
+        self._shared.prefill(parts)
 
     def prefill(self, row: Row, stop: int) -> None:
-        """Compute the row's prompt tokens up to `stop`; returns when they are computed."""
+        """Compute the prompt tokens of a row outside the batch up to `stop`; returns when they are
+        computed.
+        """
         self._guard.check()
         chunk = mx.array(row.prompt[row.position : stop])[None]
         self._model.model(chunk, cache=row.caches)
         mx.eval([cache.state for cache in row.caches])
         row.position = stop
 
-    def store(self, row: Row) -> bool:
-        """Put what the row has computed of its prompt; whether the cache took it."""
-        return self._put(row, row.prompt[: row.position], row.caches)
+    def store(self, row: Row, shared: int) -> bool:
+        """Put what the row has computed; whether the cache took it.
+
+        A row in the batch reads the first `shared` tokens where they are stored from then on.
+        """
+        if not self._put(row, *self._computed(row)):
+            return False
+        row.stored = row.position
+        if self._shared is not None and self._shared.holds(row):
+            self._shared.rebase(row, shared)
+        return True
 
     def join(self, row: Row) -> None:
         """Let the row, whose prompt is computed up to its last token, decode with the others."""
         self._guard.check()
         self._decoder.join(row)
-        row.caches = []
-        if isinstance(self._decoder, ReplicatedDecoder):
+        if self._shared is None:
             self._let_go(row)
 
     def step(self) -> list[RowToken]:
@@ -164,7 +205,7 @@ class BatchLane:
     def statistics(self) -> LaneStatistics:
         """How rows decode, and what the batch holds now."""
         return LaneStatistics(
-            prefixes="replicated" if isinstance(self._decoder, ReplicatedDecoder) else "shared",
+            prefixes="replicated" if self._shared is None else "shared",
             reason=self._verdict.test.reason,
             attention=self._verdict.attention,
             batch=self._decoder.statistics(),
@@ -177,7 +218,7 @@ class BatchLane:
     def _computed(self, row: Row) -> tuple[Sequence[int] | Tokens, Sequence[Any] | StoredRow]:
         if self._decoder.holds(row):
             return self._decoder.computed(row)
-        return row.prompt[: row.position], row.caches
+        return row.prompt[: row.position if row.caches else 0], row.caches
 
     def _put(
         self, row: Row, tokens: Sequence[int] | Tokens, caches: Sequence[Any] | StoredRow

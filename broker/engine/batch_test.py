@@ -12,11 +12,18 @@ from mlx_lm.sample_utils import greedy_sampler
 from ..cache import kinds
 from ..cache.layout import Layout, StateLeaf, TokenLeaf
 from .batch_caches import Asked
-from .decode_batch import DecodeBatch
+from .decode_batch import DecodeBatch, PrefillLimits
 from .seat import Seat
 from .self_test import FLOOR, NOISE, PROMPT, SelfTest, size
-from .shared_attention import Implementation, warm_up
+from .shared_attention import KERNEL, Implementation, warm_up
 from .sharing import Piece
+
+KERNEL_REST = 2048
+PLAIN_REST = 256
+"""Rests of prompts, in tokens, up to which many are computed together."""
+
+SCORE_BYTES = 128 << 20
+"""Bytes of the scores that one layer keeps at a time."""
 
 SHARED = 6
 ROWS = (PROMPT, (*PROMPT[:SHARED], 8, 8), PROMPT[: SHARED + 1])
@@ -26,12 +33,14 @@ NEXT = 7
 class BatchVerdict(NamedTuple):
     """`layout` is that of the model's caches if it passed, `attention` what serves its layers.
 
-    `fallback` is the layout, as far as it is known, where rows have caches of their own.
+    `prefill` is what of prompts the batch computes. `fallback` is the layout, as far as it is
+    known, where rows have caches of their own.
     """
 
     test: SelfTest
     layout: Layout | None = None
     attention: tuple[Implementation, ...] = ()
+    prefill: PrefillLimits = PrefillLimits()
     fallback: Layout | None = None
 
 
@@ -59,7 +68,7 @@ def batch_test(model: Any, make_caches: Callable[[], list[Any]]) -> BatchVerdict
         return BatchVerdict(SelfTest(False, reason, error_size, tolerance), fallback=layout)
     passed = SelfTest(True, "", error_size, tolerance)
     served = [warm_up(each.geometry, sinks=each.sinks, window=each.window) for each in asked]
-    return BatchVerdict(passed, layout, tuple(sorted(set(served))))
+    return BatchVerdict(passed, layout, tuple(sorted(set(served))), _prefill_limits(asked, served))
 
 
 def unsupported(layout: Layout) -> str:
@@ -74,6 +83,14 @@ def unsupported(layout: Layout) -> str:
         if len(set(leaf.planes)) != 1 or len(leaf.planes) != 2:
             return f"{leaf.kind} holds keys and values of different shapes"
     return ""
+
+
+def _prefill_limits(asked: set[Asked], served: Sequence[Implementation]) -> PrefillLimits:
+    """Plain operations keep the scores of all tokens, which kernels do not."""
+    if all(each.name == KERNEL for each in served):
+        return PrefillLimits(KERNEL_REST)
+    heads = max((each.geometry.query_heads for each in asked), default=1)
+    return PrefillLimits(PLAIN_REST, SCORE_BYTES // (4 * heads))
 
 
 def _batched(

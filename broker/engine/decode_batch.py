@@ -1,32 +1,31 @@
-"""Rows that decode together: one read of what they share, a tail for each, steps in a pipeline.
+"""Rows that compute together: one read of what they share, a tail for each, steps in a pipeline.
 
 A step is dispatched from the tokens of the step before while those are still being computed; they
 are read afterwards. A row that turns out to be at its end has then been forwarded once more than
 was needed, with its last token, which is part of its sequence all the same.
+
+Prompts are computed in the same way: every token is a row of a step of its own, over the spans that
+its prompt shares with others and over the part of its tail before it. Such a step holds the tokens
+of many prompts, whatever their lengths, and chooses none.
 """
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import ArraysCache
 from msgspec import Struct
 
 from ..cache import kinds
-from ..cache.extents import Extent
-from ..cache.layout import Layout, StateLeaf, TokenLeaf
-from ..cache.segments import select
+from ..cache.layout import Layout, TokenLeaf
 from .batch_caches import Asked, BatchCache, StepState
-from .decode_plan import DecodePlan, Group
 from .kernels.launch import MAX_SPANS
+from .placement import Placement
 from .sampling import sample
-from .seat import Seat, SeatRow, States
-from .shared_attention import Span
-from .sharing import Sharing, share
-from .slabs import SlabStatistics, TailSlabs
-
-PRIVATE_TOKENS = 512
-"""A last piece shorter than this that nobody else reads is copied into the row's tail."""
+from .seat import Seat, SeatRow, States, zero_states
+from .sharing import Piece, Sharing
+from .slabs import SlabStatistics
 
 
 class DecodeStatistics(Struct, frozen=True, kw_only=True):
@@ -36,6 +35,19 @@ class DecodeStatistics(Struct, frozen=True, kw_only=True):
     spans: int = 0
     span_tokens: int = 0
     tails: SlabStatistics = SlabStatistics()
+
+
+class PrefillLimits(NamedTuple):
+    """What is computed in one prefill step: rests of at most so many `tokens`; `keys` bounds the
+    sum of all new tokens times the shared tokens that they attend to.
+    """
+
+    tokens: int = 0
+    keys: int = 1 << 62
+
+    def take(self, tokens: int, keys: int) -> bool:
+        """Whether a rest of `tokens`, with so many keys to attend to, is within the limits."""
+        return tokens <= self.tokens and keys <= self.keys
 
 
 class _Flight(NamedTuple):
@@ -49,22 +61,49 @@ class _Flight(NamedTuple):
 class DecodeBatch:
     """Decodes seats of one layout. If a method raises, the batch is lost."""
 
-    def __init__(self, model: Any, layout: Layout, max_spans: int = MAX_SPANS) -> None:
+    def __init__(
+        self,
+        model: Any,
+        layout: Layout,
+        limits: PrefillLimits | None = None,
+        max_spans: int = MAX_SPANS,
+    ) -> None:
         self._model = model
         self._layout = layout
-        self._max_spans = max_spans
-        self._slabs = TailSlabs(layout)
+        self._limits = limits or PrefillLimits()
+        self._placement = Placement(layout, max_spans)
+        self._slabs = self._placement.slabs
+        self._parked: dict[Seat, None] = {}
         self._joining: list[Seat] = []
         self._flight: _Flight | None = None
         self._read: _Flight | None = None
         self._seats: list[Seat] = []
         self._state: StepState | None = None
         self._sharing = Sharing([], [])
-        self._spans: dict[tuple[Extent, int, int, int], Span] = {}
+
+    def prefill(self, parts: Sequence[tuple[Seat, int]]) -> None:
+        """Compute so many more tokens of each seat's prompt; returns when they are computed.
+
+        If the model raises, nothing has changed but that the seats have tails.
+        """
+        while parts:
+            served = self._served(parts)
+            self._prefill(served)
+            parts = parts[len(served) :]
 
     def add(self, seat: Seat) -> None:
-        """Let a seat take part from the next step on that is dispatched."""
+        """Let a seat, whose prompt is computed, decode from the next step on that is dispatched."""
+        assert not len(seat.ahead)
+        seat.decodes = True
+        self._parked.pop(seat, None)
         self._joining.append(seat)
+
+    def rebase(self, seat: Seat, path: Sequence[Piece]) -> None:
+        """Let a seat read more of its tokens where they are stored, and free its copy of them."""
+        reach = path[-1].stop
+        self._slabs.give_up(seat.tail, reach - seat.reach)
+        seat.path, seat.reach = tuple(path), reach
+        self._state = None
 
     def step(self) -> list[tuple[Seat, int]]:
         """One token for each seat (none for those added just now), the next step on its way."""
@@ -99,18 +138,20 @@ class DecodeBatch:
         if seat.left:
             return
         seat.left = True
+        self._parked.pop(seat, None)
         if seat in self._joining:
             self._joining.remove(seat)
         if seat.tail.capacity:
             self._slabs.free(seat.tail)
         if all(each.left for each in [*self._seats, *self._joining]):
             self._flight = self._read = self._state = None
-            self._seats, self._spans, self._sharing = [], {}, Sharing([], [])
+            self._seats, self._sharing = [], Sharing([], [])
+            self._placement.forget()
 
     def statistics(self) -> DecodeStatistics:
         """What is going on now."""
         lengths = [span.piece.stop - span.piece.start for span in self._sharing.spans]
-        rows = [seat for seat in [*self._seats, *self._joining] if not seat.left]
+        rows = [seat for seat in [*self._seats, *self._joining, *self._parked] if not seat.left]
         return DecodeStatistics(
             rows=len(rows),
             spans=len(lengths),
@@ -121,10 +162,12 @@ class DecodeBatch:
     def check_integrity(self) -> None:
         """Assert that seats and tails agree."""
         self._slabs.check_integrity()
-        seated = [seat for seat in self._seats if not seat.left]
+        seats = {*self._seats, *self._joining, *self._parked}
+        seated = [seat for seat in seats if seat.tail.capacity and not seat.left]
         assert self._slabs.statistics().tails == len(seated)
         for seat in seated:
             assert seat.reach + seat.tail.used == seat.length
+            assert not (seat.decodes and len(seat.ahead))
 
     def probe(self) -> tuple[mx.array, set[Asked]]:
         """One step of the seats that were added: the logits `[rows, vocabulary]`, and what its
@@ -136,6 +179,37 @@ class DecodeBatch:
         state.asked = asked
         logits, _ = self._forward(seats, state)
         return logits, asked
+
+    def _served(self, parts: Sequence[tuple[Seat, int]]) -> Sequence[tuple[Seat, int]]:
+        """The first of the parts, as many as the spans of one step can serve."""
+        while len(parts) > 1:
+            keys = sum(count * seat.reach for seat, count in parts)
+            if self._limits.take(0, keys) and self._placement.serves([seat for seat, _ in parts]):
+                break
+            parts = parts[: len(parts) // 2]
+        return parts
+
+    def _prefill(self, parts: Sequence[tuple[Seat, int]]) -> None:
+        seats, counts = [seat for seat, _ in parts], [count for _, count in parts]
+        self._parked.update(dict.fromkeys(seats))
+        sharing, moved = self._placement.settle(seats)
+        if moved:
+            self._state = None
+        state = self._placement.step_of(seats, counts, sharing)
+        tokens = mx.array(np.concatenate([seat.ahead[:count] for seat, count in parts]))
+        leaves = self._leaf_caches(state, zero_states(self._layout))
+        before = self._slabs.snapshot()
+        try:
+            self._model(tokens[:, None], cache=kinds.nest(self._layout, leaves))
+        except BaseException:
+            self._slabs.restore(before)
+            raise
+        del before
+        mx.eval(self._slabs.arrays)
+        for seat, count in parts:
+            seat.ahead = seat.ahead[count:]
+            seat.length += count
+            seat.tail.used += count
 
     def _dispatch(self) -> _Flight | None:
         """Start the step after the one in flight; None if no row needs one."""
@@ -165,16 +239,18 @@ class DecodeBatch:
 
     def _forward(self, seats: list[Seat], state: StepState) -> tuple[mx.array, States]:
         tokens, states = self._inputs(seats)
-        leaves = [
-            self._leaf_cache(index, leaf, state, states[index])
-            for index, leaf in enumerate(self._layout.leaves)
-        ]
+        leaves = self._leaf_caches(state, states)
         for seat in seats:
             seat.length += 1
-        caches = kinds.nest(self._layout, leaves)
-        logits = self._model(tokens[:, None], cache=caches)[:, -1, :]
+        logits = self._model(tokens[:, None], cache=kinds.nest(self._layout, leaves))[:, -1, :]
         return logits, [
             list(leaf.cache) if isinstance(leaf, ArraysCache) else [] for leaf in leaves
+        ]
+
+    def _leaf_caches(self, state: StepState, states: States) -> list[Any]:
+        return [
+            self._leaf_cache(index, leaf, state, states[index])
+            for index, leaf in enumerate(self._layout.leaves)
         ]
 
     def _leaf_cache(self, index: int, leaf: Any, state: StepState, states: Sequence[Any]) -> Any:
@@ -204,103 +280,18 @@ class DecodeBatch:
     def _next_state(self, seats: list[Seat]) -> StepState:
         """Where everything lies in this step; anew only where rows or tails have moved."""
         known = self._flight.seats if self._flight is not None else []
-        changed = self._state is None or seats != known
-        if changed:
-            self._sharing = share([seat.path for seat in seats], self._max_spans)
-        moved = self._place(seats) if changed else self._slabs.make_room(())
-        if self._state is None or changed or moved:
-            self._state = self._new_state(seats)
+        if self._state is None or seats != known:
+            self._sharing, _ = self._placement.settle(seats)
+            self._state = None
+        elif self._slabs.make_room(()):
+            self._state = None
+        if self._state is None:
+            self._state = self._placement.step_of(seats, [1] * len(seats), self._sharing)
         else:
             self._state = self._state.advance()
         for seat in seats:
             seat.tail.used += 1
         return self._state
-
-    def _place(self, seats: list[Seat]) -> bool:
-        """Give tails what no span serves any more, and new rows a tail; whether tails moved."""
-        added = []
-        for seat, reach in zip(seats, self._sharing.reach, strict=True):
-            ahead = seat.reach - reach if seat.sampled else seat.length - reach
-            if ahead or not seat.sampled:
-                source = seat.segments if not seat.sampled else self._path_segments(seat)
-                seat.cut_path(reach)
-                added.append((seat, ahead, source))
-        moved = self._slabs.make_room([(seat.tail, ahead) for seat, ahead, _ in added])
-        for seat, ahead, source in added:
-            self._fill(seat, ahead, source)
-        return moved
-
-    def _path_segments(self, seat: Seat) -> list[Any]:
-        return [
-            [s for extent, a, b in seat.path for s in extent.segments(index, a, b)]
-            if isinstance(leaf, TokenLeaf)
-            else []
-            for index, leaf in enumerate(self._layout.leaves)
-        ]
-
-    def _fill(self, seat: Seat, count: int, source: Sequence[Sequence[Any]]) -> None:
-        """Copy positions [reach, reach + count) into the front of a tail, as far as they exist."""
-        start, stop = seat.reach, seat.reach + count
-        for index, leaf in enumerate(self._layout.leaves):
-            if not isinstance(leaf, TokenLeaf) or not count:
-                continue
-            parts = select(source[index], ((start, stop),))
-            for part in parts:
-                self._slabs.fill(seat.tail, index, part.start - start, part.planes)
-            # Only window layers lack tokens: those that no later token sees.
-            at = stop
-            for part in reversed(parts):
-                at = part.start if part.stop == at else at
-            if at > start:
-                seat.first_held[index] = max(at, seat.first_held.get(index, 0))
-        seat.segments = ()
-
-    def _new_state(self, seats: list[Seat]) -> StepState:
-        lengths = [seat.tail.used + 1 for seat in seats]
-        slots = [seat.tail.begin for seat in seats]
-        positions = [seat.reach for seat in seats]
-        plans: dict[int, DecodePlan] = {}
-        spans: dict[int, list[Span]] = {}
-        kept, self._spans = self._spans, {}
-        for index, leaf in enumerate(self._layout.leaves):
-            if isinstance(leaf, StateLeaf):
-                continue
-            window = leaf.retention.window
-            groups, spans[index] = self._groups(index, window, seats, kept)
-            if window not in plans:
-                plans[window] = DecodePlan(
-                    groups, lengths, slots=slots, window=window, positions=positions
-                )
-        offset = mx.array([seat.length for seat in seats], mx.int32)
-        place = mx.array([tail.begin + tail.used for tail in (s.tail for s in seats)], mx.int32)
-        return StepState(offset, place, plans, spans)
-
-    def _groups(
-        self, index: int, window: int, seats: list[Seat], kept: dict[Any, Span]
-    ) -> tuple[list[Group], list[Span]]:
-        """The groups of one layer, and its KV of them: what some row of a group can see."""
-        groups, spans = [], []
-        for (extent, start, stop), rows in self._sharing.spans:
-            oldest = min(seats[row].length for row in rows) + 1 - window if window else 0
-            for segment in extent.segments(index, max(start, min(oldest, stop)), stop):
-                groups.append(Group(rows, len(segment), segment.start))
-                key = (extent, index, segment.start, segment.stop)
-                if key not in kept:
-                    # An index would copy, even into an axis of one.
-                    kept[key] = Span(*(mx.squeeze(plane, 0) for plane in segment.planes))
-                self._spans[key] = kept[key]
-                spans.append(kept[key])
-        return groups, spans
-
-
-def private_piece(seat: Seat, others: Sequence[Seat]) -> bool:
-    """Whether the last piece that a seat reads is better copied into its tail."""
-    if not seat.path:
-        return False
-    last = seat.path[-1]
-    if last.stop - last.start >= PRIVATE_TOKENS:
-        return False
-    return not any(piece.extent is last.extent for other in others for piece in other.path)
 
 
 def _pick(states: States, rows: list[int]) -> States:

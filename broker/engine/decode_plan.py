@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from .kernels.schedule import Segment
+from .kernels.schedule import Segment, runs_of
 
 MASK_STEP = 128
 """Masks of tails come in multiples of this many tokens, so that few shapes are seen."""
@@ -28,9 +28,10 @@ class DecodePlan:
     """The rows of a decode step and their groups, for all layers of one kind.
 
     `lengths[n]` counts the tokens of row n's tail, the one of this step included (0 is allowed in a
-    row with a span). `slots[n]` is the slot of the slab that holds the tail (default n),
-    `begins[n]` the first token in it that counts (default 0). With a `window` a row sees its last
-    `window` positions only, and `positions[n]` is the absolute position of its tail's index 0.
+    row with a span). Rows may be consecutive tokens of one tail, in order: each sees those before
+    it. `slots[n]` is the slot of the slab that holds the tail (default n), `begins[n]` the first
+    token in it that counts (default 0). With a `window` a row sees its last `window` positions
+    only, and `positions[n]` is the absolute position of its tail's index 0.
 
     Layers with another window need a plan of their own; `advance` gives the plan of the next step
     without making the tables again. `made` keeps what was derived from the rows and groups.
@@ -68,6 +69,13 @@ class DecodePlan:
         following.lengths = self.lengths + 1
         following._step = {}
         return following
+
+    def runs(self) -> list[tuple[int, int]]:
+        """The rows [first, last) that are consecutive tokens of one tail, all rows in order."""
+        if "runs" not in self._step:
+            self._step["runs"] = runs_of(self.host_lengths, self.host_slots)
+        runs: list[tuple[int, int]] = self._step["runs"]
+        return runs
 
     def segments(self) -> list[Segment]:
         """The groups' spans, less what no row of the group can see through its window."""

@@ -4,15 +4,16 @@ Lives in the thread that owns MLX. Whatever goes wrong for one request ends that
 that fails ends the rows of that step; the loop goes on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Concatenate, NamedTuple, ParamSpec
 
 from mlx_lm.models.cache import KVCache
 from msgspec import Struct
 
 from ..affinity import ThreadGuard
 from ..cache.ledger import Ledger, LedgerStatistics, Purpose
+from ..cache.prefix_hash import Tokens
 from ..cache.prompt_cache import PromptCache
 from ..cache.statistics import CacheStatistics
 from ..errors import BrokerClosed, EngineFailed, SwarmError
@@ -23,10 +24,13 @@ from ..trace.recorder import Recorder
 from .admission import Admission
 from .batch import BatchLane, LaneStatistics, RowToken
 from .memory import RowMemory, device_limit, weight_bytes
+from .pace import Pace
 from .row import Row
 from .sampling import RowSampler
-from .scheduler import Admit, Decode, Prefill, Scheduler, SchedulerStatistics, Store, Wait
+from .scheduler import Admit, Decode, Part, Prefill, Scheduler, SchedulerStatistics, Store, Wait
 from .submission import Submission
+
+P = ParamSpec("P")
 
 
 class EngineStatistics(Struct, frozen=True, kw_only=True):
@@ -43,13 +47,15 @@ class EngineStatistics(Struct, frozen=True, kw_only=True):
 
 class EngineSettings(NamedTuple):
     """`ram` and `memory` are in bytes, `prefill_chunk` in tokens. `ram` is for the prompt cache,
-    `memory` for everything; 0 takes the limit from the device.
+    `memory` for everything; 0 takes the limit from the device. While nothing decodes, prefill takes
+    as many tokens at once as `free_seconds` are enough for, `prefill_chunk` at least.
     """
 
     ram: int
     max_rows: int
     prefill_chunk: int
     memory: int = 0
+    free_seconds: float = 0.0
 
 
 class EngineLoop:
@@ -65,12 +71,15 @@ class EngineLoop:
         self.ledger.charge(Purpose.WEIGHTS, weight_bytes(model))
         self.cache = PromptCache(settings.ram, ledger=self.ledger, trace=recorder)
         self.lane = BatchLane(model, self.cache, settings.max_rows)
+        self._pace = Pace(settings.prefill_chunk, settings.free_seconds)
         self.scheduler = Scheduler(
             self.cache.peek_prefix_len,
             max_rows=settings.max_rows,
             prefill_chunk=settings.prefill_chunk,
             exact_stops=not all(type(cache) is KVCache for cache in model.make_caches()),
             has_memory=lambda request: self._memory.is_granted(self._rows[request]),
+            computed=self._computed if self.lane.donates else None,
+            free_chunk=self._pace.tokens,
         )
         self._memory = RowMemory(self.ledger, self.cache, self._kv_bytes)
         self._rows: dict[RequestId, Row] = {}
@@ -104,7 +113,7 @@ class EngineLoop:
         self._guard.check()
         row = self._rows.get(request)
         if row is not None:
-            self._guarded(row, lambda: self._end(row, "cancelled"))
+            self._guarded(row, self._end, "cancelled")
 
     def statistics(self) -> EngineStatistics:
         """What is going on, and what it has cost."""
@@ -159,15 +168,14 @@ class EngineLoop:
                 return False
             case Admit(request, not_worth_waiting):
                 row = self._rows[request]
-                self._guarded(row, lambda: self._admit(row, not_worth_waiting))
+                self._guarded(row, self._admit, not_worth_waiting)
             case Wait(request, leader, shared):
                 self._emit(events.Waiting, request=request, leader=leader, shared_tokens=shared)
-            case Prefill(request, _, stop):
+            case Prefill(parts):
+                self._prefill(parts)
+            case Store(request, shared):
                 row = self._rows[request]
-                self._guarded(row, lambda: self._prefill(row, stop))
-            case Store(request):
-                row = self._rows[request]
-                self._guarded(row, lambda: self._store(row))
+                self._guarded(row, self._store, shared)
             case Decode():
                 self._decode()
         return True
@@ -189,11 +197,8 @@ class EngineLoop:
             divergence=plan and plan.divergence,
         )
         row.mailbox.put(Started(row.id, len(row.prompt), row.ram_tokens, row.cold_tokens))
-        # Before the row can join: what it stores then would count as stored before.
-        stops = self._put_points(row)
-        if row.position == len(row.prompt) - 1:
+        if self.scheduler.admitted(row.id, row.position, self._put_points(row)):
             self._join(row)
-        self.scheduler.admitted(row.id, row.position, stops)
 
     def _put_points(self, row: Row) -> tuple[int, ...]:
         """Where the prompt cache wants the row's prefill to stop and store."""
@@ -201,27 +206,71 @@ class EngineLoop:
             return ()
         return self.cache.put_points(row.prompt, row.namespace, row.boundaries)
 
-    def _prefill(self, row: Row, stop: int) -> None:
+    def _prefill(self, parts: Sequence[Part]) -> None:
+        """Long prompts one after the other, what is to be computed in the batch in one go."""
+        together: list[tuple[Row, int]] = []
+        for request, _, stop in parts:
+            row = self._rows[request]
+            self._guarded(row, self._seat_early)
+            if self.lane.holds(row):
+                together.append((row, stop))
+            elif row.id in self._rows:
+                self._guarded(row, self._prefill_alone, stop)
+        if together:
+            self._prefill_together(together)
+
+    def _seat_early(self, row: Row) -> None:
+        if self.lane.can_seat(row):
+            self._seat(row)
+
+    def _prefill_alone(self, row: Row, stop: int) -> None:
         start, began = row.position, self._recorder.now()
         self.lane.prefill(row, stop)
-        seconds = self._recorder.now() - began
-        self._emit(events.PrefillChunk, request=row.id, start=start, stop=stop, seconds=seconds)
-        if stop == len(row.prompt) - 1 and not row.reads_cache:
-            self._join(row)
-        self.scheduler.prefilled(row.id, stop)
+        self._prefilled(row, start, self._recorder.now() - began)
+        self._pace.note(stop - start, self._recorder.now() - began)
 
-    def _store(self, row: Row) -> None:
-        self.lane.store(row)
-        if row.position == len(row.prompt) - 1:
+    def _prefill_together(self, parts: Sequence[tuple[Row, int]]) -> None:
+        starts, began = [row.position for row, _ in parts], self._recorder.now()
+        try:
+            self.lane.prefill_together(parts)
+        except Exception as error:
+            for row, _ in parts:
+                self._fail(row, error)
+            return
+        seconds = self._recorder.now() - began
+        self._pace.note(sum(row.position for row, _ in parts) - sum(starts), seconds)
+        for (row, _), start in zip(parts, starts, strict=True):
+            self._guarded(row, self._prefilled, start, seconds)
+
+    def _prefilled(self, row: Row, start: int, seconds: float) -> None:
+        stop = row.position
+        self._emit(events.PrefillChunk, request=row.id, start=start, stop=stop, seconds=seconds)
+        lasting = self.lane.donates and self.lane.holds(row)
+        if self.scheduler.prefilled(row.id, stop, lasting=lasting):
             self._join(row)
-        self.scheduler.stored(row.id)
+
+    def _store(self, row: Row, shared: int) -> None:
+        if self.lane.store(row, shared) and self.lane.holds(row):
+            self._settle(row)
+        if self.scheduler.stored(row.id):
+            self._join(row)
+
+    def _computed(self, request: RequestId) -> Tokens:
+        return self.lane.computed(self._rows[request])
 
     def _kv_bytes(self, row: Row, known: int) -> int:
         return self.lane.kv_bytes(len(row.prompt) - known + row.max_tokens, known)
 
+    def _seat(self, row: Row) -> None:
+        self.lane.seat(row)
+        self._settle(row)
+
+    def _settle(self, row: Row) -> None:
+        self._memory.settle(row, row.lease.length if row.lease is not None else 0)
+
     def _join(self, row: Row) -> None:
         self.lane.join(row)
-        self._memory.settle(row, row.lease.length if row.lease is not None else 0)
+        self._settle(row)
         row.joined = self._recorder.now()
 
     def _decode(self) -> None:
@@ -239,7 +288,7 @@ class EngineLoop:
             self._emit(events.DecodeStep, rows=len(tokens), seconds=now - began)
         for token in tokens:
             row = token.row
-            self._guarded(row, lambda row=row, token=token: self._receive(row, token, now))  # type: ignore[misc]
+            self._guarded(row, self._receive, token, now)
 
     def _receive(self, row: Row, received: RowToken, now: float) -> None:
         if isinstance(row.sampler, RowSampler) and row.sampler.error is not None:
@@ -303,10 +352,16 @@ class EngineLoop:
             prompt=tuple(row.prompt.tolist()),
         )
 
-    def _guarded(self, row: Row, action: Callable[[], None]) -> None:
-        """Let what goes wrong for one row end that row alone."""
+    def _guarded(
+        self,
+        row: Row,
+        action: Callable[Concatenate[Row, P], None],
+        *args: P.args,
+        **named: P.kwargs,
+    ) -> None:
+        """Do something for a row; what goes wrong ends that row alone."""
         try:
-            action()
+            action(row, *args, **named)
         except Exception as error:
             if row.id in self._rows:
                 self._fail(row, error)

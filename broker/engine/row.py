@@ -14,8 +14,8 @@ from .text import TextStream
 class Row:
     """What the engine knows of one request: prompt, KV, output, and when things happened.
 
-    `position` counts the prompt tokens whose KV `caches` holds, until the row decodes. Times are on
-    the recorder's clock.
+    `position` counts the prompt tokens whose KV is there, in `caches`, in the batch, or only in the
+    lease; `stored` those of them that were put. Times are on the recorder's clock.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class Row:
         self.memory: Reservation | None = None
         self.caches: list[Any] = []
         self.position = 0
+        self.stored = 0
         self.ram_tokens = 0
         self.cold_tokens = 0
         self.output: list[int] = []

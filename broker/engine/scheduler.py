@@ -1,13 +1,14 @@
 """What the engine does next: policy only, no MLX, no clock, deterministic.
 
 Requests are admitted in order of arrival, up to `max_rows` at a time. Prefill goes by chunks, in
-order of admission; a decode step of all running rows comes after every `prefill_chunk` prompt
-tokens at the latest.
+order of admission, short rests of several prompts in one; a decode step of all running rows comes
+after every `prefill_chunk` prompt tokens at the latest.
 
 Single-flight: a request waits while a request that is being prefilled (its *leader*) will store a
 longer prefix of its prompt than memory holds. The leader stops exactly where the two part and
 stores there. Leaders never wait themselves, so nobody waits in a circle; a leader that is cancelled
-or fails frees its followers, of which one becomes the next leader.
+or fails frees its followers, of which one becomes the next leader. A row that decodes leads as
+well, with all that it has computed: it stores once somebody has a use for that, or at its end.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -42,18 +43,27 @@ class Wait(NamedTuple):
     shared_tokens: int
 
 
-class Prefill(NamedTuple):
-    """Compute prompt tokens [start, stop); answer with `prefilled`."""
+class Part(NamedTuple):
+    """Prompt tokens [start, stop) of a request."""
 
     request: RequestId
     start: int
     stop: int
 
 
+class Prefill(NamedTuple):
+    """Compute these parts, of different requests; answer with `prefilled` for each."""
+
+    parts: tuple[Part, ...]
+
+
 class Store(NamedTuple):
-    """Put what this request has computed; answer with `stored`, whether or not it was kept."""
+    """Put what this request has computed; answer with `stored`, whether or not it was kept. Its
+    first `shared_tokens` are what others want of it.
+    """
 
     request: RequestId
+    shared_tokens: int
 
 
 class Decode(NamedTuple):
@@ -93,7 +103,6 @@ class _Entry:
         self.state = _State.QUEUED
         self.position = 0
         self.stored = 0
-        self.store_due = False
         self.leader: _Entry | None = None
         self.followers: dict[_Entry, int] = {}
         self.common: dict[RequestId, int] = {}
@@ -109,6 +118,13 @@ class _Entry:
         ahead = [stop for stop in stops if self.position < stop <= self.end]
         return max(stop for stop in ahead if stop <= min(ahead) + reach)
 
+    def wanted_tokens(self) -> int:
+        """How much others want of what is computed: up to a boundary, or where a follower parts."""
+        stops = [stop for stop in self.boundaries if stop <= self.position]
+        is_whole = self.state is _State.DECODING
+        stops += [at for at in self.followers.values() if is_whole or at <= self.position]
+        return max(stops, default=0)
+
 
 class Scheduler:
     """Decides on the next piece of work; told what became of it.
@@ -116,7 +132,8 @@ class Scheduler:
     `known(tokens, namespace)` is how many tokens of a prompt memory has now. `has_memory(request)`
     says whether a request may run now; those behind it wait as well, so that nobody is overtaken
     for ever. With `exact_stops` (models whose state serves one length only) no stop is left out for
-    a later one nearby.
+    a later one nearby. `computed(request)` are the tokens that a decoding row could store, none by
+    default. `free_chunk()` is how many prompt tokens to compute at once while nothing decodes.
     """
 
     def __init__(
@@ -128,18 +145,23 @@ class Scheduler:
         minimum_shared: int = MINIMUM_SHARED_TOKENS,
         exact_stops: bool = False,
         has_memory: Callable[[RequestId], bool] = lambda request: True,
+        computed: Callable[[RequestId], Tokens] | None = None,
+        free_chunk: Callable[[], int] | None = None,
     ) -> None:
         self._known = known
         self._has_memory = has_memory
         self._max_rows = max_rows
         self._prefill_chunk = prefill_chunk
+        self._computed = computed
+        self._free_chunk = free_chunk or (lambda: prefill_chunk)
         self._minimum_shared = max(minimum_shared, 1)
         self._reach = 0 if exact_stops else self._minimum_shared - 1
         self._entries: dict[RequestId, _Entry] = {}
-        # Both in order of arrival or admission: dicts for their cheap removal.
+        # In order of arrival or admission: dicts for their cheap removal.
         self._pending: dict[_Entry, None] = {}
         self._prefilling: dict[_Entry, None] = {}
-        self._decoding = 0
+        self._decoding: dict[_Entry, None] = {}
+        self._due: dict[_Entry, None] = {}
         self._since_decode = 0
         self._undecided = False
         # What is left of going through the queue; begun anew whenever it may turn out differently.
@@ -164,10 +186,10 @@ class Scheduler:
         """The next piece of work, or None until something is submitted."""
         return self._decide() or self._due_store() or self._compute()
 
-    def admitted(self, request: RequestId, position: int, stops: Iterable[int] = ()) -> None:
+    def admitted(self, request: RequestId, position: int, stops: Iterable[int] = ()) -> bool:
         """The request has `position` tokens of its prompt from memory and a row to run in.
 
-        `stops` are more lengths at which it is to store.
+        `stops` are more lengths at which it is to store. Whether it decodes from now on.
         """
         entry = self._entries[request]
         entry.boundaries |= frozenset(stops)
@@ -177,34 +199,44 @@ class Scheduler:
         entry.state = _State.PREFILLING
         self._prefilling[entry] = None
         self._undecided = True
-        self._finish_prefill(entry)
+        return self._finish_prefill(entry)
 
-    def prefilled(self, request: RequestId, position: int) -> None:
-        """The request's prompt is computed up to `position`."""
+    def prefilled(self, request: RequestId, position: int, *, lasting: bool = False) -> bool:
+        """The request's prompt is computed up to `position`. Whether it decodes from now on.
+
+        With `lasting` its KV stays where it can be stored from at any later time: then nothing is
+        stored at the end of the prompt unless somebody asked for it.
+        """
         entry = self._entries[request]
         self._since_decode += position - entry.position
         at_stop = position == entry.next_stop(self._reach)
         entry.position = position
-        entry.store_due = at_stop and entry.namespace is not None
-        self._finish_prefill(entry)
+        wanted = not lasting or entry.wanted_tokens() > entry.stored
+        if at_stop and wanted and entry.namespace is not None:
+            self._due[entry] = None
+        return self._finish_prefill(entry)
 
-    def stored(self, request: RequestId) -> None:
-        """All that the request has computed was put, or refused for good."""
+    def stored(self, request: RequestId) -> bool:
+        """All that the request has computed was put, or refused for good. Whether it decodes from
+        now on, and did not before.
+        """
         entry = self._entries[request]
-        entry.stored = entry.position
-        entry.store_due = False
+        self._due.pop(entry, None)
         self._memory_changed()
-        self._finish_prefill(entry)
+        if entry.state is _State.DECODING:
+            entry.stored = max(entry.stored, *entry.followers.values(), 0)
+            self._free_followers(entry)
+            return False
+        entry.stored = entry.position
+        return self._finish_prefill(entry)
 
     def ended(self, request: RequestId) -> None:
         """The request is over, in whatever state it was."""
         entry = self._entries.pop(request)
         self._unfollow(entry)
-        for follower in list(entry.followers):
-            self._unfollow(follower)
-        self._pending.pop(entry, None)
-        self._prefilling.pop(entry, None)
-        self._decoding -= entry.state is _State.DECODING
+        self._free_followers(entry)
+        for place in (self._pending, self._prefilling, self._decoding, self._due):
+            place.pop(entry, None)
         self._memory_changed()
 
     def statistics(self) -> SchedulerStatistics:
@@ -222,18 +254,21 @@ class Scheduler:
         counts = self.statistics()
         assert counts.queued + counts.waiting == len(self._pending)
         assert counts.prefilling == len(self._prefilling)
-        assert counts.decoding == self._decoding
+        assert counts.decoding == len(self._decoding)
         assert counts.prefilling + counts.decoding <= self._max_rows
+        assert self._due.keys() <= self._prefilling.keys() | self._decoding.keys()
         for entry in self._entries.values():
-            assert 0 <= entry.stored <= entry.position <= entry.end
+            assert 0 <= entry.position <= entry.end
+            assert entry.stored <= entry.position or entry.state is _State.DECODING
             assert (entry.leader is not None) == (entry.state is _State.WAITING)
-            assert entry.leader is None or entry.leader.state is _State.PREFILLING
+            running = _State.PREFILLING, _State.DECODING
+            assert entry.leader is None or entry.leader.state in running
             assert all(follower.leader is entry for follower in entry.followers)
 
     def _decide(self) -> Work | None:
         """Who leaves the queue, and who waits for whom."""
         if self._undecided:
-            self._admits = len(self._prefilling) + self._decoding < self._max_rows
+            self._admits = len(self._prefilling) + len(self._decoding) < self._max_rows
             # Nobody is admitted without room, and who is far from admission can decide later: else
             # a long queue would be gone through at every change.
             near = None if self._admits else LOOKAHEAD * self._max_rows
@@ -253,15 +288,22 @@ class Scheduler:
         return None
 
     def _due_store(self) -> Work | None:
-        return next((Store(e.request) for e in self._prefilling if e.store_due), None)
+        entry = next(iter(self._due), None)
+        return Store(entry.request, entry.wanted_tokens()) if entry is not None else None
 
     def _compute(self) -> Work | None:
-        entry = next(iter(self._prefilling), None)
-        if entry is not None:
-            stop = min(entry.next_stop(self._reach), entry.position + self._prefill_chunk)
-            spent = self._since_decode + stop - entry.position
-            if not self._decoding or not self._since_decode or spent <= self._prefill_chunk:
-                return Prefill(entry.request, entry.position, stop)
+        chunk = self._prefill_chunk if self._decoding else self._free_chunk()
+        spent = self._since_decode if self._decoding else 0
+        parts: list[Part] = []
+        for entry in self._prefilling:
+            stop = min(entry.next_stop(self._reach), entry.position + chunk)
+            # A chunk is not cut for what is left over of another: odd lengths are dear on GPUs.
+            if spent and spent + stop - entry.position > chunk:
+                break
+            parts.append(Part(entry.request, entry.position, stop))
+            spent += stop - entry.position
+        if parts:
+            return Prefill(tuple(parts))
         if not self._decoding:
             return None
         self._since_decode = 0
@@ -271,7 +313,7 @@ class Scheduler:
         """Who will store most of this prompt, how much, and whether that is worth waiting for."""
         best, longest = None, self._in_memory(entry)
         floor = longest
-        for leader in self._prefilling:
+        for leader in (*self._prefilling, *(self._decoding if self._computed else ())):
             shared = self._shared(entry, leader)
             if shared > max(longest, leader.stored):
                 best, longest = leader, shared
@@ -283,9 +325,17 @@ class Scheduler:
             return 0
         common = entry.common.get(leader.request)
         if common is None:
+            # Most part right where the stored prefix ends: one token tells.
+            at = leader.stored
+            if at < len(leader.tokens) and entry.tokens[min(at, entry.end)] != leader.tokens[at]:
+                return 0
             common = common_prefix_length(entry.tokens, leader.tokens)
             entry.common[leader.request] = common
-        return min(common, entry.end, leader.end)
+        if leader.state is not _State.DECODING:
+            return min(common, entry.end, leader.end)
+        if common == len(leader.tokens) and self._computed is not None:
+            common = common_prefix_length(entry.tokens, self._computed(leader.request))
+        return min(common, entry.end)
 
     def _in_memory(self, entry: _Entry) -> int:
         if entry.namespace is None:
@@ -300,23 +350,28 @@ class Scheduler:
         entry.leader, entry.state = leader, _State.WAITING
         leader.followers[entry] = shared
         # A leader that is past the parting point has it already and only has to store it.
-        leader.store_due = leader.store_due or shared <= leader.position
+        if leader.state is _State.DECODING or shared <= leader.position:
+            self._due[leader] = None
 
     def _unfollow(self, entry: _Entry) -> None:
         if entry.leader is not None:
             entry.leader.followers.pop(entry, None)
             entry.leader, entry.state = None, _State.QUEUED
 
-    def _finish_prefill(self, entry: _Entry) -> None:
-        """Let a row decode once its prompt is computed and stored."""
-        if entry.position < entry.end or entry.store_due:
-            return
-        entry.state = _State.DECODING
-        del self._prefilling[entry]
-        self._decoding += 1
+    def _free_followers(self, entry: _Entry) -> None:
         for follower in list(entry.followers):
             self._unfollow(follower)
+
+    def _finish_prefill(self, entry: _Entry) -> bool:
+        """Let a row decode once its prompt is computed and what is wanted of it is stored."""
+        if entry.position < entry.end or entry in self._due:
+            return False
+        entry.state = _State.DECODING
+        del self._prefilling[entry]
+        self._decoding[entry] = None
+        self._free_followers(entry)
         self._undecided = True
+        return True
 
     def _memory_changed(self) -> None:
         self._memory_version += 1

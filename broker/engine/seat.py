@@ -8,6 +8,7 @@ import mlx.core as mx
 from ..cache.extents import Extent, pack
 from ..cache.kinds.arrays import Checkpoint, pack_states
 from ..cache.layout import Layout, StateLeaf
+from ..cache.prefix_hash import Tokens
 from ..cache.runs import Runs, intersect_runs
 from ..cache.segments import Segment, coverage, select
 from .sharing import Piece
@@ -22,9 +23,11 @@ class Seat:
 
     `path` are the pieces of extents that it reads where they lie, up to position `reach`; its tail
     holds [reach, length). `length` counts the tokens that were forwarded, those in flight
-    included; `token` is the first one to forward. `segments` and `states`, by leaf, are where its
-    KV is before it has a tail. `sampled` counts the tokens chosen, of at most `max_tokens`;
-    `outputs` are those that were read.
+    included; `ahead` are those of the prompt that are to be computed before the row decodes, and
+    `token` is the prompt's last one, the first that a decode step forwards. `segments` and
+    `states`, by leaf, are where its KV is before it has a tail; without segments all of it is on
+    the path. `sampled` counts the tokens chosen, of at most `max_tokens`; `outputs` are those that
+    were read.
     """
 
     def __init__(
@@ -37,39 +40,42 @@ class Seat:
         token: int,
         max_tokens: int,
         sampler: Any,
+        ahead: Sequence[int] | Tokens = (),
     ) -> None:
         self.path = tuple(path)
         self.segments = segments
         self.states = states
         self.length = length
+        self.ahead = ahead
         self.token = token
         self.max_tokens = max_tokens
         self.sampler = sampler
         self.reach = path[-1].stop if path else 0
-        self.tail = Tail(length - self.reach + max_tokens + 1)
+        own = length - self.reach + len(ahead) + 1
+        self.tail = Tail(own + max_tokens, reserve=own if len(ahead) else 0)
         self.first_held: dict[int, int] = {}
         self.sampled = 0
         self.outputs: list[int] = []
+        self.decodes = False
         self.left = False
 
     def cut_path(self, reach: int) -> None:
-        """Read pieces up to `reach` only."""
+        """Read pieces up to `reach` only; what lies behind is to be in the tail."""
         pieces = [piece for piece in self.path if piece.start < reach]
         self.path = tuple(piece._replace(stop=min(piece.stop, reach)) for piece in pieces)
         self.tail.limit += self.reach - reach
+        if self.tail.reserve:
+            self.tail.reserve += self.reach - reach
         self.reach = reach
 
     def held(self, leaf: int, slabs: TailSlabs) -> list[Segment]:
         """Everything that a leaf still holds of the row, ascending."""
-        if not self.tail.used:
+        if self.segments:
             return list(self.segments[leaf])
-        found = [
-            segment
-            for extent, start, stop in self.path
-            for segment in extent.segments(leaf, start, stop)
-        ]
+        if not self.tail.used:
+            return _on_path(leaf, self.path)
         first = max(0, self.first_held.get(leaf, 0) - self.reach)
-        return [*found, slabs.segment(leaf, self.tail, self.reach, first)]
+        return [*_on_path(leaf, self.path), slabs.segment(leaf, self.tail, self.reach, first)]
 
 
 class SeatRow:
@@ -104,6 +110,14 @@ class SeatRow:
         return select(self._seat.held(leaf, self._slabs), ((0, self.length),))
 
 
+def path_segments(layout: Layout, path: Sequence[Piece]) -> list[list[Segment]]:
+    """What every leaf holds of a path, ascending; nothing for a state leaf."""
+    return [
+        [] if isinstance(leaf, StateLeaf) else _on_path(index, path)
+        for index, leaf in enumerate(layout.leaves)
+    ]
+
+
 def zero_states(layout: Layout) -> States:
     """The states of a row that has seen nothing."""
     return [
@@ -115,3 +129,7 @@ def zero_states(layout: Layout) -> States:
         else []
         for leaf in layout.leaves
     ]
+
+
+def _on_path(leaf: int, path: Sequence[Piece]) -> list[Segment]:
+    return [s for extent, start, stop in path for s in extent.segments(leaf, start, stop)]

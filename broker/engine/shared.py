@@ -1,25 +1,37 @@
-"""Decoding with shared prefixes: rows keep their lease, and only their tails are their own."""
+"""Computing with shared prefixes: rows keep their lease, and only their tails are their own."""
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from ..cache import kinds
-from ..cache.layout import Layout
+from ..cache.lease import PromptLease
 from ..cache.prefix_hash import Tokens
 from ..cache.prompt_cache import PromptCache
+from ..cache.segments import Segment
 from ..models import LoadedModel
-from .decode_batch import DecodeBatch, DecodeStatistics, private_piece
+from .batch_test import BatchVerdict
+from .decode_batch import DecodeBatch, DecodeStatistics
 from .row import Row, RowToken
-from .seat import Seat, SeatRow, zero_states
+from .seat import Seat, SeatRow, path_segments, zero_states
 from .sharing import Piece
+
+PRIVATE_TOKENS = 512
+"""A last piece shorter than this that nobody else reads is copied into the row's tail."""
 
 
 class SharedDecoder:
-    """Decodes rows in a `DecodeBatch`. After a `step` that raised, `reset` starts anew."""
+    """Computes rows in a `DecodeBatch`. After a `step` that raised, `reset` starts anew.
 
-    def __init__(self, model: LoadedModel, cache: PromptCache, layout: Layout) -> None:
+    Short rests of prompts are computed there too, those of many rows at once.
+    """
+
+    def __init__(self, model: LoadedModel, cache: PromptCache, verdict: BatchVerdict) -> None:
+        assert verdict.layout is not None
         self._model = model
         self._cache = cache
-        self._layout = layout
+        self._layout = verdict.layout
+        self._limits = verdict.prefill
         self._stops = frozenset(model.tokenizer.eos_token_ids)
         self._seats: dict[Row, Seat] = {}
         self._rows: dict[Seat, Row] = {}
@@ -27,19 +39,64 @@ class SharedDecoder:
         self._batch = self._new_batch()
 
     @property
+    def donates(self) -> bool:
+        """Whether a running row can be stored at any length it has reached."""
+        return not self._layout.has_state
+
+    @property
     def running(self) -> list[Row]:
         """The rows that decode."""
-        return [row for row in self._seats if row not in self._ended]
+        return [row for row, seat in self._seats.items() if seat.decodes and row not in self._ended]
 
-    def join(self, row: Row) -> None:
-        """Let a row take part. Its lease is exchanged for one on all that is stored of it."""
-        self._renew(row)
+    def can_seat(self, row: Row) -> bool:
+        """Whether the rest of a row's prompt is to be computed here: it is short, and what was
+        computed elsewhere is stored.
+        """
+        rest = len(row.prompt) - 1 - row.position
+        if self._layout.has_state or not self._limits.take(rest, rest * row.position):
+            return False
+        return not row.caches or row.stored == row.position
+
+    def seat(self, row: Row) -> None:
+        """Take a row in. Its lease is exchanged for one on all that is stored of it."""
+        if row.caches:
+            self._renew(row)
         seat = self._seat(row)
-        if private_piece(seat, list(self._rows)):
+        if self._is_private(row, seat):
+            if not seat.segments:
+                seat.segments = path_segments(self._layout, seat.path)
             seat.cut_path(seat.path[-1].start)
             self._shorten(row, seat.reach)
+        row.caches = []
         self._seats[row], self._rows[seat] = seat, row
-        self._batch.add(seat)
+
+    def prefill(self, parts: Sequence[tuple[Row, int]]) -> None:
+        """Compute the prompts of rows taken in, each up to a position."""
+        self._batch.prefill([(self._seats[row], stop - row.position) for row, stop in parts])
+        for row, stop in parts:
+            row.position = stop
+
+    def join(self, row: Row) -> None:
+        """Let a row whose prompt is computed decode."""
+        if row not in self._seats:
+            self.seat(row)
+        self._batch.add(self._seats[row])
+
+    def rebase(self, row: Row, length: int) -> None:
+        """Let a row that was stored read so much of its prompt where it is stored, and drop its own
+        copy of it, unless that is short.
+        """
+        seat = self._seats[row]
+        lease = self._cache.renew(row.prompt[: length + 1], row.namespace)
+        if lease is None:
+            return
+        if lease.length - seat.reach < PRIVATE_TOKENS:
+            lease.release()
+            return
+        self._batch.rebase(seat, _pieces(lease))
+        if row.lease is not None:
+            row.lease.release()
+        row.lease = lease
 
     def step(self) -> list[RowToken]:
         """One token for each row (none for rows that joined just now)."""
@@ -47,7 +104,7 @@ class SharedDecoder:
         return [self._received(seat, token) for seat, token in received if seat in self._rows]
 
     def holds(self, row: Row) -> bool:
-        """Whether the row decodes, or has ended and was not removed."""
+        """Whether the row was taken in, and not removed."""
         return row in self._seats
 
     def computed(self, row: Row) -> tuple[Tokens, SeatRow]:
@@ -120,18 +177,35 @@ class SharedDecoder:
         row.lease.release()
         row.lease = shorter
 
+    def _is_private(self, row: Row, seat: Seat) -> bool:
+        """Whether the last piece that a row reads is better copied into its tail."""
+        if row.lease is None or not seat.path:
+            return False
+        last = seat.path[-1]
+        return last.stop - last.start < PRIVATE_TOKENS and self._cache.readers(row.lease) == 1
+
     def _seat(self, row: Row) -> Seat:
-        ranges = row.lease.ranges if row.lease is not None else ()
-        leaves = self._layout.leaves
         return Seat(
-            [Piece(each.extent, each.start, each.stop) for each in ranges],
-            kinds.segments_of(row.caches) if row.position else [() for _ in leaves],
-            kinds.states_of(row.caches) if row.position else zero_states(self._layout),
+            _pieces(row.lease) if row.lease is not None else (),
+            self._segments(row),
+            kinds.states_of(row.caches)
+            if row.caches and row.position
+            else zero_states(self._layout),
             length=row.position,
+            ahead=row.prompt[row.position : -1],
             token=int(row.prompt[-1]),
             max_tokens=row.max_tokens,
             sampler=row.sampler,
         )
 
+    def _segments(self, row: Row) -> Sequence[Sequence[Segment]]:
+        if not row.position:
+            return [() for _ in self._layout.leaves]
+        return kinds.segments_of(row.caches) if row.caches else ()
+
     def _new_batch(self) -> DecodeBatch:
-        return DecodeBatch(self._model.model, self._layout)
+        return DecodeBatch(self._model.model, self._layout, self._limits)
+
+
+def _pieces(lease: PromptLease) -> list[Piece]:
+    return [Piece(each.extent, each.start, each.stop) for each in lease.ranges]

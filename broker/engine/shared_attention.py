@@ -129,12 +129,21 @@ def plain_attention(
         plain.attend_span(attention, queries, span, *plan.span_rows(i), plan.span_mask(i), scale)
         for i, span in enumerate(spans)
     ]
-    # Tails have one query each: MLX's fused attention gains nothing there.
-    parts.append(
-        plain.attend_tails(
-            partial_attention, queries, tails, plan.moved_slots, plan.tail_mask(), scale
+    runs = plan.runs()
+    if len(runs) < plan.rows:
+        lengths, begins = plan.host_lengths, plan.host_begins
+        each = [
+            plain.Run(first, last, plan.host_slots[first], begins[first], lengths[last - 1])
+            for first, last in runs
+        ]
+        parts.append(plain.attend_runs(attention, queries, tails, each, plan.window, scale))
+    else:
+        # One query each: MLX's fused attention gains nothing there.
+        parts.append(
+            plain.attend_tails(
+                partial_attention, queries, tails, plan.moved_slots, plan.tail_mask(), scale
+            )
         )
-    )
     return plain.merge(parts, sinks, queries.dtype)
 
 
@@ -171,13 +180,14 @@ def _launches(plan: DecodePlan, geometry: Geometry, scale: float, *, sinks: bool
     device = launch.gpu()
     assert device is not None
     segments = plan.segments()
-    long_tails, begins = split_tails(
-        plan.host_lengths, plan.host_begins, plan.host_slots, plan.positions
+    tails, begins = split_tails(
+        plan.host_lengths, plan.host_begins, plan.host_slots, plan.positions, plan.window
     )
+    segments += tails
     folded = max((len(segment.rows) for segment in segments), default=1) * geometry.ratio
     variant = launch.span_variant(geometry, device, folded)
     tables = build_tables(
-        segments + long_tails,
+        segments,
         plan.rows,
         launch.tiling(variant, geometry, device),
         window=plan.window,
@@ -190,7 +200,7 @@ def _launches(plan: DecodePlan, geometry: Geometry, scale: float, *, sinks: bool
         plan.host_slots,
         begins,
         spans=len(plan.groups),
-        long_tails=bool(long_tails),
+        tail_segments=bool(tails),
         window=plan.window,
         scale=scale,
         sinks=sinks,

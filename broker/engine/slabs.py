@@ -41,16 +41,17 @@ class SlabStatistics(Struct, frozen=True, kw_only=True):
 class Tail:
     """One row's region: tokens [begin, begin + used) of every slab, room up to `capacity`.
 
-    `limit` is the most tokens that it will ever hold.
+    `limit` is the most tokens that it will ever hold, `reserve` how many it gets room for at once.
     """
 
-    __slots__ = ("begin", "capacity", "limit", "used")
+    __slots__ = ("begin", "capacity", "limit", "reserve", "used")
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, reserve: int = 0) -> None:
         self.begin = 0
         self.capacity = 0
         self.used = 0
         self.limit = limit
+        self.reserve = reserve
 
 
 class TailSlabs:
@@ -89,8 +90,8 @@ class TailSlabs:
 
     def make_room(self, added: Sequence[tuple[Tail, int]]) -> bool:
         """Put `count` tokens in front of each tail of `added`, new tails among them, and give every
-        tail room for one token more; whether tails moved. The contents of the new tokens are
-        written with `fill`.
+        tail room for one token more, new ones for all of their `reserve`; whether tails moved. The
+        contents of the new tokens are written with `fill`.
         """
         if not self._fits(added):
             self._move(dict(added))
@@ -126,6 +127,24 @@ class TailSlabs:
         """A tail's tokens from `first` on as a segment, its token 0 at that absolute position."""
         sources = tuple(Source(plane, 0, tail.begin + first) for plane in self._planes[leaf])
         return Segment(position + first, position + tail.used, sources)
+
+    def give_up(self, tail: Tail, count: int) -> None:
+        """Free the first tokens of a tail; the others stay where they are."""
+        assert count <= tail.used
+        tail.begin += count
+        tail.capacity -= count
+        tail.used -= count
+        tail.limit -= count
+        tail.reserve -= count
+        self._measure()
+
+    def snapshot(self) -> dict[int, list[mx.array]]:
+        """The arrays as they are, for `restore`. While it is kept, writing copies whole slabs."""
+        return {leaf: list(planes) for leaf, planes in self._planes.items()}
+
+    def restore(self, planes: dict[int, list[mx.array]]) -> None:
+        """Undo what was written since a `snapshot`; no tail may have moved."""
+        self._planes = planes
 
     def free(self, tail: Tail) -> None:
         """Give a tail's region back."""
@@ -235,7 +254,7 @@ class TailSlabs:
 
 
 def _capacity(tail: Tail, used: int, room: int) -> int:
-    return min(used + room, max(tail.limit, used + 1))
+    return min(max(used + room, tail.reserve), max(tail.limit, used + 1))
 
 
 def rounded(tokens: int) -> int:

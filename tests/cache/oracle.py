@@ -78,7 +78,7 @@ class LinearPromptCache:
             _fill(cache, layers, length)
         return PromptLease(
             prompt[:length],
-            list(template),
+            lambda: list(template),
             namespace=namespace,
             plan=Plan(prompt_tokens=len(tokens), ram_tokens=length),
             on_release=lambda lease: None,

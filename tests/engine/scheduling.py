@@ -9,6 +9,7 @@ from mlx_swarm.broker.cache.prefix_hash import Tokens, common_prefix_length
 from mlx_swarm.broker.engine.scheduler import (
     Admit,
     Decode,
+    Part,
     Prefill,
     Scheduler,
     Store,
@@ -21,7 +22,10 @@ WorkType = TypeVar("WorkType")
 
 
 class FakeEngine:
-    """Does what the scheduler says and keeps the books. `refuses` is a cache that takes nothing."""
+    """Does what the scheduler says and keeps the books.
+
+    `refuses` is a cache that takes nothing; with `lasting` rows can be stored while they decode.
+    """
 
     def __init__(
         self,
@@ -31,13 +35,16 @@ class FakeEngine:
         minimum_shared: int = 1,
         output: int = 2,
         refuses: bool = False,
+        lasting: bool = False,
     ) -> None:
         self.scheduler = Scheduler(
             self.known,
             max_rows=max_rows,
             prefill_chunk=prefill_chunk,
             minimum_shared=minimum_shared,
+            computed=self.held if lasting else None,
         )
+        self.lasting = lasting
         self.output = output
         self.refuses = refuses
         self.submitted = self.submitted_tokens = 0
@@ -80,8 +87,9 @@ class FakeEngine:
                 prompt, namespace = self.prompts[request]
                 self.positions[request] = self.known(prompt, namespace) if namespace else 0
                 self.scheduler.admitted(request, self.positions[request])
-            case Prefill(request, start, stop):
-                self._prefill(request, start, stop)
+            case Prefill(parts):
+                for part in parts:
+                    self._prefill(*part)
             case Store(request):
                 self.keep(request)
                 self.scheduler.stored(request)
@@ -111,9 +119,22 @@ class FakeEngine:
         self.scheduler.check_integrity()
 
     def keep(self, request: RequestId) -> None:
-        prompt, namespace = self.prompts[request]
+        _, namespace = self.prompts[request]
         if namespace is not None and not self.refuses:
-            self.memory.append((namespace, prompt[: self.positions.get(request, 0)]))
+            self.memory.append((namespace, self.held(request)))
+
+    def held(self, request: RequestId) -> Tokens:
+        """Everything that a row has computed: of its prompt, then what it has answered."""
+        prompt, position = self.prompts[request][0], self.positions.get(request, 0)
+        if not self.decoded[request]:
+            return prompt[:position]
+        answered = 1_000_000 + np.arange(self.decoded[request], dtype=np.uint32)
+        return np.concatenate([prompt, answered])
+
+    @property
+    def parts(self) -> list[Part]:
+        """All parts of prompts so far."""
+        return [part for work in self.works(Prefill) for part in work.parts]
 
     def works(self, kind: type[WorkType]) -> list[WorkType]:
         """All work of one kind so far."""
@@ -125,7 +146,7 @@ class FakeEngine:
         for end in range(start + 1, stop + 1):
             self.computed[namespace, prompt[:end].tobytes()] += 1
         self.positions[request] = stop
-        self.scheduler.prefilled(request, stop)
+        self.scheduler.prefilled(request, stop, lasting=self.lasting)
 
     def _decode(self) -> None:
         running = [r for r, at in self.positions.items() if at == len(self.prompts[r][0]) - 1]
@@ -133,4 +154,4 @@ class FakeEngine:
         for request in running:
             self.decoded[request] += 1
             if self.decoded[request] == self.output:
-                self.fail(request)
+                (self.cancel if self.lasting else self.fail)(request)

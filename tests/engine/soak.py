@@ -8,7 +8,6 @@ repeats it).
 """
 
 import argparse
-import copy
 import random
 import sys
 import time
@@ -19,9 +18,8 @@ import mlx.core as mx
 from mlx_swarm.broker import Request, Sampling
 from mlx_swarm.broker.engine.memory import weight_bytes
 from mlx_swarm.broker.errors import OutOfMemory
-from mlx_swarm.broker.models import LoadedModel
 from tests.engine.driver import Box, Driver, assert_greedy
-from tests.engine.test_shared import KINDS, FailingModel, model_of
+from tests.engine.test_shared import KINDS, FailingModel, model_of, with_model
 from tests.tiny_broker import SHARED
 
 RARELY = 500
@@ -38,7 +36,7 @@ class World:
         self.model = model_of(self.kind)
         self.failing: Any = FailingModel(self.model.model)
         self.driver = Driver(
-            _with(self.model, self.failing),
+            with_model(self.model, self.failing),
             ram=self.random.choice([0, 40_000, 200_000, 64 << 20]),
             max_rows=self.random.randint(1, 10),
             chunk=self.random.choice([8, 32, 128]),
@@ -111,12 +109,6 @@ class World:
             alone.run()
             self.turned += expected.tokens[: len(box.tokens)] != box.tokens
             alone.engine.close()
-
-
-def _with(model: LoadedModel, failing: Any) -> LoadedModel:
-    breaking = copy.copy(model)
-    breaking.model = failing
-    return breaking
 
 
 def main() -> None:

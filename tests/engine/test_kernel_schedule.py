@@ -99,11 +99,32 @@ def test_windows_give_each_row_its_first_key() -> None:
 
 def test_long_tails_leave_a_short_end_for_the_tail_kernel() -> None:
     parts, begins = split_tails([5000, 40, 5000], [0, 0, 100], [3, 4, 5], [0, 0, 0])
-    assert [(part.source, part.slot, part.rows) for part in parts] == [(0, 3, (0,)), (0, 5, (2,))]
+    assert [(part.source, part.slot, tuple(part.rows)) for part in parts] == [
+        (0, 3, (0,)),
+        (0, 5, (2,)),
+    ]
     assert begins[1] == 0
     for part, row in zip(parts, (0, 2), strict=True):
         assert part.end == begins[row]
         assert 5000 - begins[row] < MIN_CHUNK
+
+
+def test_tokens_of_one_prompt_attend_together_to_what_lies_before_their_block() -> None:
+    lengths = [*range(301, 601), 40]
+    parts, begins = split_tails(lengths, [0] * 301, [7] * 300 + [9], [50] * 301)
+    assert [(part.slot, part.begin, part.end, part.position) for part in parts] == [
+        (7, 0, 300, 50),
+        (7, 0, 428, 50),
+        (7, 0, 556, 50),
+    ]
+    assert [row for part in parts for row in part.rows] == list(range(300))
+    assert begins == [300] * 128 + [428] * 128 + [556] * 44 + [0]
+
+
+def test_a_window_hides_the_first_tokens_of_a_tail() -> None:
+    parts, begins = split_tails([*range(301, 401)], [0] * 100, [7] * 100, [0] * 100, window=150)
+    assert [(part.begin, part.end) for part in parts] == [(151, 300)]
+    assert begins == [300] * 100
 
 
 def _carried_out(

@@ -25,7 +25,7 @@ from mlx_swarm.broker import (
 from mlx_swarm.broker.engine.loop import EngineLoop
 from mlx_swarm.broker.engine.row import Row
 from mlx_swarm.broker.trace import events
-from tests.tiny_broker import SHARED, check_idle, inside, prompt, request, tiny
+from tests.tiny_broker import SHARED, check_idle, inside, prompt, reference, request, tiny
 
 pytestmark = pytest.mark.anyio
 
@@ -208,11 +208,11 @@ async def test_a_prefill_that_fails_ends_that_row_and_a_follower_takes_over() ->
     async with tiny() as broker:
         expected = [(await broker.complete(request(agent))).tokens for agent in range(3)]
         await inside(broker, lambda engine: engine.cache.clear())
-        await inside(broker, lambda engine: _fail_for(engine, "prefill", "agent-0", after=2))
+        await inside(broker, lambda engine: _fail_for(engine, "prefill_together", "agent-0", 2))
         found = await outcomes(broker, *(request(agent) for agent in range(3)))
         await check_idle(broker)
     assert isinstance(found[0], EngineFailed)
-    assert "prefill failed on purpose" in str(found[0])
+    assert "prefill_together failed on purpose" in str(found[0])
     for agent in (1, 2):
         result = found[agent]
         assert isinstance(result, Completed)
@@ -240,7 +240,9 @@ async def test_whatever_fails_for_one_row_ends_that_row_alone(part: str) -> None
     async with tiny() as broker:
         expected = (await broker.complete(request(1))).tokens
         await inside(broker, lambda engine: _fail_for(engine, part, "agent-0"))
-        found = await outcomes(broker, *(request(agent, cache=True) for agent in range(2)))
+        # Wants to be stored where nobody else is: at the end of its prompt.
+        asked = request(0, boundaries=(len(request(0).tokens) - 1,)), request(1)
+        found = await outcomes(broker, *asked)
         await check_idle(broker)
     failed = [event for event in broker.recorder.events() if isinstance(event, events.Failed)]
     assert [event.error for event in failed] == [str(failed[0].error)]
@@ -254,13 +256,14 @@ def _fail_for(engine: EngineLoop, part: str, agent: str, after: int = 0) -> None
     original = getattr(engine.lane, part)
     calls = 0
 
-    def failing(row: Row, *arguments: Any) -> Any:
+    def failing(what: Row | list[tuple[Row, int]], *arguments: Any) -> Any:
         nonlocal calls
-        if row.request.agent == agent:
+        rows = [what] if isinstance(what, Row) else [row for row, _ in what]
+        if any(row.request.agent == agent for row in rows):
             calls += 1
             if calls > after:
                 raise RuntimeError(f"{part} failed on purpose")
-        return original(row, *arguments)
+        return original(what, *arguments)
 
     setattr(engine.lane, part, failing)
 
@@ -389,3 +392,23 @@ async def test_a_running_row_s_prompt_serves_others_while_it_decodes() -> None:
         other = await broker.complete(request(1, max_tokens=1))
         assert other.usage.ram_tokens == len(SHARED)
         assert (await broker.statistics()).engine.requests.decoding == 1
+
+
+async def test_a_running_row_donates_what_it_has_generated_so_far() -> None:
+    """A fork of a reply that is still being written computes only what it adds."""
+    async with tiny() as broker, broker.stream(request(0, max_tokens=180)) as stream:
+        written: list[int] = []
+        async for event in stream:
+            written += event.tokens if isinstance(event, Delta) else ()
+            if len(written) >= 20:
+                break
+        told = [*request(0).tokens, *written]
+        fork = await broker.complete(request(1, tokens=[*told, 7, 8, 9], max_tokens=6))
+        assert fork.usage.prefilled_tokens <= 3 + 1
+        expected = await inside(broker, lambda engine: reference(engine.model, [*told, 7, 8, 9], 6))
+        assert fork.tokens == expected
+        rest = [event async for event in stream if isinstance(event, Delta)]
+        whole = [*written, *(token for event in rest for token in event.tokens)]
+        assert len(whole) == 180
+        solo = await inside(broker, lambda engine: reference(engine.model, request(0).tokens, 180))
+        assert tuple(whole) == solo

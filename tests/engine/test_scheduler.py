@@ -11,6 +11,7 @@ from mlx_swarm.broker.engine.scheduler import (
     MINIMUM_SHARED_TOKENS,
     Admit,
     Decode,
+    Part,
     Prefill,
     Scheduler,
     Store,
@@ -36,8 +37,8 @@ def test_the_leader_stops_and_stores_exactly_where_a_follower_parts() -> None:
     engine.submit("leader", [*SHARED, 1, 2, 3])
     engine.submit("follower", [*SHARED[:37], 7, 8])
     engine.drain()
-    assert engine.works(Prefill)[0] == Prefill(R("leader"), 0, 37)
-    assert Store(R("leader")) in engine.log[: engine.log.index(Admit(R("follower"), False))]
+    assert engine.parts[0] == Part(R("leader"), 0, 37)
+    assert Store(R("leader"), 37) in engine.log[: engine.log.index(Admit(R("follower"), False))]
 
 
 def test_a_follower_that_arrives_later_still_makes_the_leader_stop() -> None:
@@ -47,17 +48,17 @@ def test_a_follower_that_arrives_later_still_makes_the_leader_stop() -> None:
         engine.turn()
     engine.submit("follower", [*SHARED[:55], 7, 8])
     engine.drain()
-    assert Prefill(R("leader"), 50, 55) in engine.log
+    assert Part(R("leader"), 50, 55) in engine.parts
 
 
 def test_a_leader_past_the_parting_point_stores_at_once() -> None:
     engine = FakeEngine(prefill_chunk=60)
     engine.submit("leader", [*SHARED, 1, 2])
     engine.turn()
-    assert engine.turn() == Prefill(R("leader"), 0, 60)
+    assert engine.turn() == Prefill((Part(R("leader"), 0, 60),))
     engine.submit("follower", [*SHARED[:55], 7, 8])
     assert engine.turn() == Wait(R("follower"), R("leader"), 55)
-    assert engine.turn() == Store(R("leader"))
+    assert engine.turn() == Store(R("leader"), 55)
     assert engine.turn() == Admit(R("follower"), False)
     assert engine.scheduler.statistics().prefilling == 2
 
@@ -114,7 +115,7 @@ def test_stops_that_are_close_together_become_one() -> None:
     engine.submit("first", [*SHARED[:90], 1, 2])
     engine.submit("second", [*SHARED[:95], 3, 4])
     engine.drain()
-    assert Prefill(R("leader"), 0, 95) in engine.log
+    assert Part(R("leader"), 0, 95) in engine.parts
     assert max(engine.computed.values()) == 1
 
 
@@ -122,7 +123,7 @@ def test_boundaries_are_stored_for_those_who_come_later() -> None:
     engine = FakeEngine(prefill_chunk=1000)
     engine.submit("only", [*SHARED, 1, 2], boundaries=(40, 80, 5000))
     engine.drain()
-    assert [work.stop for work in engine.works(Prefill)] == [40, 80, len(SHARED) + 1]
+    assert [part.stop for part in engine.parts] == [40, 80, len(SHARED) + 1]
 
 
 def test_other_namespaces_and_uncached_requests_share_nothing() -> None:
@@ -154,8 +155,8 @@ def test_a_long_prefill_lets_running_rows_go_on_after_every_chunk() -> None:
     since_decode = 0
     for work in engine.log[engine.log.index(Decode()) :]:
         match work:
-            case Prefill(_, start, stop):
-                since_decode += stop - start
+            case Prefill(parts):
+                since_decode += sum(part.stop - part.start for part in parts)
                 assert since_decode <= 16
             case Decode():
                 since_decode = 0
@@ -166,7 +167,10 @@ def test_short_suffixes_are_prefilled_together_before_the_next_step() -> None:
     for agent in range(6):
         engine.submit(f"r{agent}", [*SHARED, *range(agent * 10, agent * 10 + 5)])
     engine.drain()
-    assert len(engine.works(Decode)) <= 9 + 3
+    assert [part.request for part in engine.works(Prefill)[-1].parts] == [
+        f"r{agent}" for agent in range(6)
+    ]
+    assert len(engine.works(Decode)) == 9
 
 
 def test_rows_beyond_the_limit_wait_in_order_of_arrival() -> None:
@@ -175,6 +179,25 @@ def test_rows_beyond_the_limit_wait_in_order_of_arrival() -> None:
         engine.submit(name, [ord(name), 1, 2])
     engine.drain()
     assert [work.request for work in engine.works(Admit)] == list("abcdef")
+
+
+def test_a_row_that_decodes_stores_once_somebody_has_a_use_for_it() -> None:
+    engine = FakeEngine(output=20, lasting=True)
+    first = engine.submit("first", [*SHARED, 1, 2, 3])
+    while engine.decoded[first] < 4:
+        engine.turn()
+    assert engine.works(Store) == []
+    engine.submit("other", [7, *SHARED])
+    told = engine.held(first).tolist()
+    engine.submit("fork", [*told, 5, 6])
+    assert [engine.turn() for _ in range(4)] == [
+        Admit(R("other"), False),
+        Wait(R("fork"), first, len(told)),
+        Store(first, len(told)),
+        Admit(R("fork"), False),
+    ]
+    engine.drain()
+    assert max(engine.computed.values()) == 1
 
 
 class Arrival(NamedTuple):
@@ -232,12 +255,12 @@ def _cancel_due(engine: FakeEngine, due: list[tuple[int, R]], lossy: bool) -> No
                 (engine.fail if lossy else engine.cancel)(request)
 
 
-@given(ARRIVALS, st.integers(1, 4), st.sampled_from([5, 16, 64]))
-@settings(max_examples=150, deadline=None)
+@given(ARRIVALS, st.integers(1, 4), st.sampled_from([5, 16, 64]), st.booleans())
+@settings(max_examples=200, deadline=None)
 def test_every_prompt_token_is_computed_once_whatever_arrives_and_leaves(
-    arrivals: list[Arrival], max_rows: int, prefill_chunk: int
+    arrivals: list[Arrival], max_rows: int, prefill_chunk: int, lasting: bool
 ) -> None:
-    engine = FakeEngine(max_rows=max_rows, prefill_chunk=prefill_chunk)
+    engine = FakeEngine(max_rows=max_rows, prefill_chunk=prefill_chunk, output=5, lasting=lasting)
     _play(engine, arrivals)
     assert max(engine.computed.values(), default=1) == 1
 
@@ -253,12 +276,12 @@ def test_what_is_computed_twice_is_less_than_the_minimum_per_request(
     assert twice <= (MINIMUM_SHARED_TOKENS - 1) * len(arrivals)
 
 
-@given(ARRIVALS, st.integers(1, 4), st.booleans())
+@given(ARRIVALS, st.integers(1, 4), st.booleans(), st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_nobody_is_left_behind_when_leaders_fail_or_the_cache_takes_nothing(
-    arrivals: list[Arrival], max_rows: int, refuses: bool
+    arrivals: list[Arrival], max_rows: int, refuses: bool, lasting: bool
 ) -> None:
-    engine = FakeEngine(max_rows=max_rows, refuses=refuses)
+    engine = FakeEngine(max_rows=max_rows, refuses=refuses, lasting=lasting)
     _play(engine, arrivals, lossy=True)
     assert engine.scheduler.next() is None
 

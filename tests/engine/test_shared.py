@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_swarm.broker import Request, Sampling
+from mlx_swarm.broker.engine.decode_batch import PrefillLimits
 from mlx_swarm.broker.models import LoadedModel, load
 from tests.engine.driver import Driver, assert_greedy
 from tests.tiny_broker import SHARED, prompt, reference
@@ -32,6 +33,13 @@ KINDS = {
 def model_of(kind: str) -> LoadedModel:
     """A model, loaded once."""
     return load(KINDS.get(kind, kind))
+
+
+def with_model(model: LoadedModel, instead: Any) -> LoadedModel:
+    """A loaded model whose steps another object does."""
+    other = copy.copy(model)
+    other.model = instead
+    return other
 
 
 @st.composite
@@ -149,7 +157,7 @@ def test_a_thousand_tokens_shared_by_many_rows_are_in_memory_once() -> None:
 
 
 def test_a_running_row_pins_only_what_it_reads_where_it_lies() -> None:
-    """Its own part of the prompt is in its tail: the node of it may be evicted."""
+    """Its own part of the prompt is in its tail only, and stored when it ends."""
     driver = Driver(model_of("llama"))
     asked = [
         Request(tokens=prompt(agent, own=20), max_tokens=30, boundaries=(len(SHARED),))
@@ -158,11 +166,13 @@ def test_a_running_row_pins_only_what_it_reads_where_it_lies() -> None:
     boxes = [driver.submit(each) for each in asked]
     driver.decode_all(boxes, 2)
     cache = driver.engine.statistics().cache
-    assert cache.leases == 3
+    assert cache.leases == 2, "the first one computed the shared part in its own tail"
     assert cache.total.leased_bytes == len(SHARED) * 3 * 2 * 2 * 16 * 4
-    assert cache.total.extent_bytes > cache.total.leased_bytes
+    assert cache.total.extent_bytes == cache.total.leased_bytes
     driver.run()
     driver.check_idle()
+    stored = driver.engine.statistics().cache.total.extent_bytes
+    assert stored == (len(SHARED) + 3 * (20 + 30)) * 3 * 2 * 2 * 16 * 4
 
 
 def test_donors_stay_bit_identical() -> None:
@@ -206,10 +216,8 @@ def test_a_failure_at_any_call_of_the_model_leaves_nothing(kind: str) -> None:
     model = model_of(kind)
     asked = [Request(tokens=prompt(agent), max_tokens=4) for agent in range(3)]
     for at in itertools.count(1):
-        breaking = copy.copy(model)
         failing: Any = FailingModel(model.model)
-        breaking.model = failing
-        driver = Driver(breaking)
+        driver = Driver(with_model(model, failing))
         failing.left = at
         for request in asked:
             driver.submit(request)
@@ -254,3 +262,70 @@ def test_rows_keep_their_own_sampling_whoever_joins_and_leaves() -> None:
     together.run()
     assert [box.tokens for box in boxes] == [box.tokens for box in alone]
     assert boxes[1].tokens == boxes[4].tokens[: len(boxes[1].tokens)]
+
+
+@pytest.mark.parametrize("kind", sorted({*KINDS} - {"mamba2", "lfm2"}))
+def test_many_prompts_are_computed_in_one_pass(kind: str) -> None:
+    """Of any lengths, over a prefix or without one, beside rows that decode already."""
+    model = model_of(kind)
+    calls = CountingModel(model.model)
+    driver = Driver(with_model(model, calls), chunk=512, max_rows=12)
+    first = driver.submit(Request(tokens=prompt(9), max_tokens=40, boundaries=(len(SHARED),)))
+    driver.decode_all([first], 3)
+    asked = [Request(tokens=prompt(row, own=1 + 7 * row), max_tokens=9) for row in range(6)]
+    asked += [Request(tokens=[*range(11, 11 + own)], max_tokens=9) for own in (1, 2, 30)]
+    boxes = [driver.submit(each) for each in asked]
+    before = calls.prompts
+    driver.decode_all(boxes, 1)
+    assert calls.prompts - before == 1
+    driver.run()
+    for request, box in zip(asked, boxes, strict=True):
+        assert box.tokens == list(reference(model, request.tokens, 9))
+    assert first.tokens == list(reference(model, prompt(9), 40))
+    driver.check_idle()
+
+
+class CountingModel(FailingModel):
+    """Counts the calls that compute more than a token a row of what decodes."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.prompts = 0
+
+    def __call__(self, tokens: mx.array, **named: Any) -> Any:
+        self.prompts += tokens.size > 16
+        return super().__call__(tokens, **named)
+
+
+def test_a_row_that_computed_a_long_prefix_reads_it_where_it_is_stored() -> None:
+    """It keeps no copy in its tail once others share it."""
+    model = load(KINDS["llama"].replace("context=512", "context=2048"))
+    driver = Driver(model, chunk=1024)
+    driver.engine.lane._shared._limits = PrefillLimits(2048)
+    shared = [(7 * at) % 200 + 10 for at in range(900)]
+    asked = [Request(tokens=[*shared, 20 + row, 30], max_tokens=20) for row in range(4)]
+    boxes = [driver.submit(each) for each in asked]
+    driver.decode_all(boxes, 3)
+    batch = driver.engine.statistics().lane.batch
+    assert (batch.spans, batch.span_tokens) == (1, 900)
+    assert batch.tails.used_bytes <= 4 * 30 * 3 * 2 * 2 * 16 * 4
+    driver.run()
+    for request, box in zip(asked, boxes, strict=True):
+        assert_greedy(model, request.tokens, box.tokens)
+    driver.check_idle()
+
+
+def test_a_prefill_of_many_that_fails_ends_them_and_nobody_else() -> None:
+    model = model_of("llama")
+    failing: Any = FailingModel(model.model)
+    driver = Driver(with_model(model, failing), chunk=512)
+    running = driver.submit(Request(tokens=prompt(9), max_tokens=40, boundaries=(len(SHARED),)))
+    driver.decode_all([running], 3)
+    boxes = [driver.submit(Request(tokens=prompt(row, own=20), max_tokens=9)) for row in range(3)]
+    while not driver.engine.scheduler.statistics().prefilling == 3:
+        driver.run(1)
+    failing.left = 1
+    driver.run()
+    assert all("on purpose" in str(box.error) for box in boxes)
+    assert running.tokens == list(reference(model, prompt(9), 40))
+    driver.check_idle()

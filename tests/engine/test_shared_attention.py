@@ -69,6 +69,11 @@ def steps(draw: st.DrawFn, dtype: mx.Dtype = mx.float32) -> Step:
             members = members[: draw(st.integers(1, len(members)))]
         else:
             members, position = sorted(draw(st.sets(st.integers(0, rows - 1), min_size=1))), 0
+    chosen, begins = list(slots)[:rows], [draw(st.integers(0, length)) for length in lengths]
+    for row in range(1, rows):
+        if lengths[row - 1] < capacity and draw(st.booleans()):  # the next token of the same tail
+            chosen[row], begins[row] = chosen[row - 1], begins[row - 1]
+            lengths[row] = lengths[row - 1] + 1
     ends = [max([g.start + g.length for g in groups if row in g.rows] + [0]) for row in range(rows)]
     return Step(
         array(rows, kv_heads * ratio, 1, size) * deviation,
@@ -79,8 +84,8 @@ def steps(draw: st.DrawFn, dtype: mx.Dtype = mx.float32) -> Step:
         ),
         groups,
         lengths,
-        list(slots)[:rows],
-        [draw(st.integers(0, length)) for length in lengths],
+        chosen,
+        begins,
         ends,
         draw(st.sampled_from((0, 1, 7, 30))),
         array(kv_heads * ratio) if draw(st.booleans()) else None,

@@ -93,14 +93,14 @@ def make_launches(
     begins: Sequence[int],
     *,
     spans: int,
-    long_tails: bool,
+    tail_segments: bool,
     window: int,
     scale: float,
     sinks: bool,
 ) -> Launches:
     """Puts a plan's tables on the device and finds its kernels; `slots` and `begins` say where
     each row's tail lies and where what the tail kernel does of it begins."""
-    many = spans > 1 or long_tails
+    many = spans > 1 or tail_segments
     capacity = MAX_SPANS if many else 1
     attend, table = None, None
     if len(tables.work):

@@ -6,6 +6,7 @@ rounded to 16 bits alone cost more than the whole accuracy allowance.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -88,6 +89,40 @@ def attend_tails(
     chosen: slice | mx.array = slice(rows) if slots is None else slots
     keys, values = (part[chosen, :, :tokens] for part in slab)
     return attention(queries, keys, values, scale, visible[:, None, None, :tokens])
+
+
+class Run(NamedTuple):
+    """Rows [first, last): the last tokens of [begin, end) in a slot, one after the other."""
+
+    first: int
+    last: int
+    slot: int
+    begin: int
+    end: int
+
+
+def attend_runs(
+    attention: Attention,
+    queries: mx.array,
+    slab: tuple[mx.array, mx.array],
+    runs: Sequence[Run],
+    window: int,
+    scale: float,
+) -> Partial:
+    """Every row over its own tail, where rows are tokens of the same tails; `runs` are all rows."""
+    outs, lses = [], []
+    for first, last, slot, begin, end in runs:
+        own = queries[first:last, :, 0].swapaxes(0, 1)[None]
+        stop = max(end, begin + 1)  # one token at least, seen or not
+        keys, values = (part[slot : slot + 1, :, begin:stop] for part in slab)
+        place, token = mx.arange(end - (last - first), end)[:, None], mx.arange(begin, stop)[None]
+        visible = token <= place
+        if window:
+            visible = visible & (token > place - window)
+        out, lse = attention(own, keys, values, scale, visible)
+        outs.append(out[0].swapaxes(0, 1)[:, :, None])
+        lses.append(lse[0].swapaxes(0, 1)[:, :, None])
+    return mx.concatenate(outs), mx.concatenate(lses)
 
 
 def merge(partials: Sequence[Partial], sinks: mx.array | None, dtype: mx.Dtype) -> mx.array:

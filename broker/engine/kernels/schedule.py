@@ -5,7 +5,8 @@ blocks of a launch fit the GPU at once. A block writes one partial result for ea
 partials of a row lie side by side, whichever spans and chunks they come from, and are merged last.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -19,11 +20,18 @@ LONG_TAIL = 1024
 MIN_CHUNK = 256
 """Keys below which a chunk costs more to merge than it gains."""
 
+RUN_BLOCK = 128
+"""Tokens of one prompt that attend together to what lies before them in their tail."""
+
+LEAST_BEFORE = 64
+"""Tail tokens before such a block from which that is worth a segment."""
+
 TAIL_SEGMENT = 0
 
 
 class Segment(NamedTuple):
-    """Keys that some rows attend to together: a shared span, or the long part of one row's tail.
+    """Keys that some rows attend to together: a shared span, or the part of a tail that all of a
+    block of its tokens see.
 
     `source` is 0 for the slab of the tails and 1 + the span's index otherwise, `slot` the place in
     the slab, `begin` and `end` the keys in it, `position` the absolute position of its key 0.
@@ -64,20 +72,46 @@ class Tables(NamedTuple):
         return int(self.partial_begins[-1])
 
 
+def runs_of(lengths: Sequence[int], slots: Sequence[int]) -> list[tuple[int, int]]:
+    """The rows [first, last) that are consecutive tokens of one tail, all rows in order."""
+    length, slot = np.asarray(lengths), np.asarray(slots)
+    follows = (slot[1:] == slot[:-1]) & (length[1:] == length[:-1] + 1)
+    breaks = (np.flatnonzero(~follows) + 1).tolist()
+    return list(pairwise([0, *breaks, len(length)]))
+
+
 def split_tails(
-    lengths: Sequence[int], begins: Sequence[int], slots: Sequence[int], positions: Sequence[int]
+    lengths: Sequence[int],
+    begins: Sequence[int],
+    slots: Sequence[int],
+    positions: Sequence[int],
+    window: int = 0,
 ) -> tuple[list[Segment], list[int]]:
-    """Segments for the long part of long tails, and where each row's remaining tail begins."""
+    """Segments for the long part of long tails, and for what tokens of one prompt see together;
+    and where each row's remaining tail begins.
+    """
     segments: list[Segment] = []
     remaining = list(begins)
-    for row, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
-        if length - begin >= LONG_TAIL:
-            remaining[row] = begin + (length - begin) // MIN_CHUNK * MIN_CHUNK
-            segment = Segment(
-                TAIL_SEGMENT, slots[row], (row,), begin, remaining[row], positions[row]
-            )
-            segments.append(segment)
+    for first, last in _blocks_of_runs(lengths, slots):
+        begin, length = begins[first], lengths[first]
+        if window:
+            begin = max(begin, length - window)
+        cut = begin
+        if last - first > 1 and length - 1 - begin >= LEAST_BEFORE:
+            cut = length - 1
+        elif last - first == 1 and length - begin >= LONG_TAIL:
+            cut = begin + (length - begin) // MIN_CHUNK * MIN_CHUNK
+        if cut > begin:
+            rows = range(first, last)
+            segments.append(Segment(TAIL_SEGMENT, slots[first], rows, begin, cut, positions[first]))
+            remaining[first:last] = [cut] * len(rows)
     return segments, remaining
+
+
+def _blocks_of_runs(lengths: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[int, int]]:
+    for first, last in runs_of(lengths, slots):
+        for start in range(first, last, RUN_BLOCK):
+            yield start, min(start + RUN_BLOCK, last)
 
 
 def build_tables(
