@@ -29,6 +29,10 @@ from .shared_attention import Implementation
 __all__ = ["BatchLane", "LaneStatistics", "RowToken"]
 
 
+TILE = 2048
+"""Prompt tokens of one call of the model: MLX prepares its attention anew for every length."""
+
+
 class LaneStatistics(Struct, frozen=True, kw_only=True):
     """How rows decode, `shared` or `replicated`, why not shared, and what the batch holds now.
 
@@ -143,8 +147,10 @@ class BatchLane:
         computed.
         """
         self._guard.check()
-        chunk = mx.array(row.prompt[row.position : stop])[None]
-        self._model.model(chunk, cache=row.caches)
+        for start in range(row.position, stop, TILE):
+            tokens = row.prompt[start : min(start + TILE, stop)]
+            self._model.model(mx.array(tokens)[None], cache=row.caches)
+            mx.async_eval([cache.state for cache in row.caches])
         mx.eval([cache.state for cache in row.caches])
         row.position = stop
 

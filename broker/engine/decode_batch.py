@@ -9,7 +9,7 @@ its prompt shares with others and over the part of its tail before it. Such a st
 of many prompts, whatever their lengths, and chooses none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -26,6 +26,9 @@ from .sampling import sample
 from .seat import Seat, SeatRow, States, zero_states
 from .sharing import Piece, Sharing
 from .slabs import SlabStatistics
+
+PREFILL_TILE = 4096
+"""Prompt tokens of one call of the model."""
 
 
 class DecodeStatistics(Struct, frozen=True, kw_only=True):
@@ -88,8 +91,10 @@ class DecodeBatch:
         """
         while parts:
             served = self._served(parts)
-            self._prefill(served)
+            for tile in _tiles(served, PREFILL_TILE):
+                self._prefill(tile)
             parts = parts[len(served) :]
+        mx.eval(self._slabs.arrays)
 
     def add(self, seat: Seat) -> None:
         """Let a seat, whose prompt is computed, decode from the next step on that is dispatched."""
@@ -205,7 +210,7 @@ class DecodeBatch:
             self._slabs.restore(before)
             raise
         del before
-        mx.eval(self._slabs.arrays)
+        mx.async_eval(self._slabs.arrays)
         for seat, count in parts:
             seat.ahead = seat.ahead[count:]
             seat.length += count
@@ -292,6 +297,22 @@ class DecodeBatch:
         for seat in seats:
             seat.tail.used += 1
         return self._state
+
+
+def _tiles(parts: Sequence[tuple[Seat, int]], size: int) -> Iterator[list[tuple[Seat, int]]]:
+    """The parts, cut into pieces of at most `size` tokens together."""
+    tile: list[tuple[Seat, int]] = []
+    left = size
+    for seat, count in parts:
+        while count:
+            taken = min(count, left)
+            tile.append((seat, taken))
+            count, left = count - taken, left - taken
+            if not left:
+                yield tile
+                tile, left = [], size
+    if tile:
+        yield tile
 
 
 def _pick(states: States, rows: list[int]) -> States:

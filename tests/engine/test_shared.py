@@ -301,7 +301,8 @@ def test_a_row_that_computed_a_long_prefix_reads_it_where_it_is_stored() -> None
     """It keeps no copy in its tail once others share it."""
     model = load(KINDS["llama"].replace("context=512", "context=2048"))
     driver = Driver(model, chunk=1024)
-    driver.engine.lane._shared._limits = PrefillLimits(2048)
+    decoder: Any = driver.engine.lane._shared
+    decoder._limits = PrefillLimits(2048)
     shared = [(7 * at) % 200 + 10 for at in range(900)]
     asked = [Request(tokens=[*shared, 20 + row, 30], max_tokens=20) for row in range(4)]
     boxes = [driver.submit(each) for each in asked]
