@@ -17,7 +17,11 @@ LLAMA_8B = (
     "synthetic:llama?layers=32&hidden=4096&heads=32&kv_heads=8&intermediate=14336&vocab=128256"
     "&context=65536"
 )
-SMALL = "synthetic:llama?layers=4&hidden=256&heads=8&kv_heads=2&intermediate=512&context=65536"
+SMALL = (
+    "synthetic:llama?layers=4&hidden=256&heads=8&kv_heads=2&intermediate=512&vocab=4096"
+    "&context=65536"
+)
+"""Its vocabulary is large enough for random prompts not to begin alike."""
 
 
 class Scale(NamedTuple):
@@ -127,10 +131,10 @@ CPU = Scale(
         tail=32,
         steps=6,
     ),
-    arrivals=(ArrivalSizes(8, 1024, 32, 16), ArrivalSizes(16, 1024, 32, 16)),
-    load=LoadSizes(16, 4, (256, 1024), (10, 200), (8, 32)),
+    arrivals=(ArrivalSizes(8, 1024, 32, 16), ArrivalSizes(16, 512, 32, 16)),
+    load=LoadSizes(16, 4, (128, 512), (10, 200), (8, 32)),
     overhead=OverheadSizes(64, 256, 16, 24, repeats=3),
-    gap=GapSizes(8, 256, 32, 4096, steps=16, repeats=2),
+    gap=GapSizes(8, 256, 32, 2048, steps=16, repeats=2),
     memory=CloneSizes(16, 1024, 32, 16),
     sharing=SharingSizes(
         rows=(1, 4, 16),

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from bench.runner import Machine
-from bench.swarm_findings import Found
+from bench.swarm_findings import Bar, Found, Gap
 from mlx_swarm.broker.errors import SwarmError
 
 
@@ -29,6 +29,12 @@ class Record(Struct, frozen=True, kw_only=True):
     dtype: str
     attention: str
     found: Found
+
+    def bars(self) -> Iterable[Bar]:
+        """What the finding has to reach; a CPU is not held to the gaps of a GPU."""
+        if isinstance(self.found, Gap) and not self.machine.backend.startswith("cuda"):
+            return ()
+        return self.found.bars()
 
 
 def today() -> str:

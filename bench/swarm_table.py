@@ -51,7 +51,7 @@ def markdown(records: Sequence[Record]) -> str:
         if found:
             rows = [row for each in found for row in section.rows(each)]
             parts += [f"## {section.title}", table(section.columns, rows), *summary(found)]
-    if bars := [_bar(bar) for record in records for bar in record.found.bars()]:
+    if bars := [_bar(bar) for record in records for bar in record.bars()]:
         parts += ["## Bars", table("figure; value; bar; verdict", bars)]
     return "\n\n".join(parts) + "\n"
 
@@ -77,7 +77,7 @@ def lines(record: Record) -> Iterable[str]:
     for row in section.rows(record.found):
         pairs = zip(section.columns.split("; "), row, strict=True)
         yield "; ".join(f"{name} {cell}".strip() for name, cell in pairs if cell)
-    for bar in record.found.bars():
+    for bar in record.bars():
         yield f"  {bar}"
 
 
@@ -169,7 +169,6 @@ def _clones(found: Clones) -> Iterable[Cells]:
         f"{_size(found.prefix)} of {_size(found.prefix_copy)}",
         _size(found.own_copy),
         *_memory(found.memory),
-        ", ".join(f"{name} {_size(n)}" for name, n in found.memory.ledger.items()),
     ]
 
 
@@ -193,19 +192,21 @@ def _spread(spread: Spread, scale: float) -> str:
 
 
 def _memory(memory: Memory) -> Cells:
+    taken = [_size(memory.peak), _size(memory.running)]
     if not memory.ledger:
-        return [_size(memory.peak), _size(memory.running), "", "", "", ""]
+        return [*taken, "", "", "", "", ""]
     tails = f"{_size(memory.tails)} ({_size(memory.used_tails)} filled)"
     sizes = (memory.extents, memory.workspace, memory.transients)
     extents, workspace, transients = map(_size, sizes)
-    return [_size(memory.peak), _size(memory.running), extents, tails, workspace, transients]
+    ledger = ", ".join(f"{name} {_size(n)}" for name, n in memory.ledger.items())
+    return [*taken, extents, tails, workspace, transients, ledger]
 
 
 def _size(nbytes: int) -> str:
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
 
 
-MEMORY = "peak above before; running; extents; tails; workspace; transients"
+MEMORY = "peak above before; running; extents; tails; workspace; transients; ledger"
 SECTIONS: dict[type, Section] = {
     Accuracy: Section(
         "Worst row's error against float32 attention",
@@ -241,7 +242,7 @@ SECTIONS: dict[type, Section] = {
     ),
     Clones: Section(
         "KV of running clones",
-        f"clones; prefix, of one copy; own prompts, one copy; {MEMORY}; ledger",
+        f"clones; prefix, of one copy; own prompts, one copy; {MEMORY}",
         _clones,
     ),
     Sharing: Section(
