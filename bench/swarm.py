@@ -6,6 +6,7 @@ loop (`overhead`); how long a prefill holds up who runs (`gap`); KV of running c
 where sharing pays (`sharing`); agents that come one after the other (`load`).
 
     python -m bench.swarm --preset gpu-steps --json steps.jsonl
+    python -m bench.swarm steps --rows 64 256 --preset gpu-steps --json steps.jsonl
     python -m bench.swarm sharing
     python -m bench.swarm table steps.jsonl arrival.jsonl > bench/results/page.md
 """
@@ -66,6 +67,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model", help="a model instead of the preset's; `llama-8b` for its shape")
     parser.add_argument("--dtype")
     parser.add_argument("--replicate", type=positive, help="bytes that mlx-lm may take")
+    parser.add_argument("--rows", type=positive, nargs="+", help="of the steps, a part of the grid")
     parser.add_argument("--rate", type=float, help="arrivals a second of the load")
     parser.add_argument("--seed", type=int, help="of the load")
     parser.add_argument("--json", help="add the records to this file")
@@ -99,6 +101,7 @@ def _scale(scale: Scale, options: argparse.Namespace) -> Scale:
         model=model or scale.model,
         dtype=options.dtype or scale.dtype,
         copies=options.replicate or scale.copies,
+        steps=scale.steps._replace(rows=tuple(options.rows or scale.steps.rows)),
         load=scale.load._replace(rate=rate, seed=seed),
     )
 

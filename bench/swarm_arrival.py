@@ -18,6 +18,7 @@ from bench.swarm_clients import (
 )
 from bench.swarm_findings import Arrival, Memory
 from bench.swarm_setup import Setup, Supply, Tokens, distinct_tokens, prefill_rate, settle, supply
+from bench.swarm_trace import shares
 
 OURS, THEIRS = "mlx-swarm", "mlx-lm"
 
@@ -105,4 +106,5 @@ def _found(sizes: ArrivalSizes, system: str, variant: str, run: _Run, rate: floa
         prefill_rate=rate,
         bar_seconds=distinct / rate,
         memory=run.memory,
+        shares=shares(outcome.events) if outcome.events else None,
     )

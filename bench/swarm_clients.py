@@ -25,6 +25,7 @@ from mlx_swarm.broker.broker import Broker
 from mlx_swarm.broker.engine.loop import EngineStatistics
 from mlx_swarm.broker.models import LoadedModel
 from mlx_swarm.broker.request import Completed, Delta, Request
+from mlx_swarm.broker.trace.events import Event
 
 MERGED_COPIES = 3.25
 """Copies of its rows' KV that mlx-lm holds at its peak, when it merges them, as measured."""
@@ -52,12 +53,15 @@ class Sample(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Seconds from the start at which each row's tokens arrived, and prompt tokens computed."""
+    """Seconds from the start at which each row's tokens arrived, and prompt tokens computed; of the
+    broker also the trace of it.
+    """
 
     jobs: Sequence[Job]
     arrivals: list[Arrival]
     computed: int
     running: Sample
+    events: Sequence[Event] = ()
 
     @property
     def waits(self) -> list[float]:
@@ -128,7 +132,8 @@ class Clients:
             raise group.exceptions[0] from group
 
     async def _run(self, jobs: Sequence[Job]) -> Outcome:
-        start, arrivals, ends = time.perf_counter(), list[Arrival](), list[Completed]()
+        recorder, arrivals, ends = self.broker.recorder, list[Arrival](), list[Completed]()
+        came, start = recorder.now(), time.perf_counter()
         begun, all_begun, samples = set[int](), anyio.Event(), list[Sample]()
 
         async def agent(row: int, job: Job) -> None:
@@ -154,7 +159,9 @@ class Clients:
             tasks.start_soon(watch)
             for row, job in enumerate(jobs):
                 tasks.start_soon(agent, row, job)
-        return Outcome(jobs, arrivals, sum(e.usage.prefilled_tokens for e in ends), samples[0])
+        computed = sum(end.usage.prefilled_tokens for end in ends)
+        events = [event for event in recorder.events() if event.time >= came]
+        return Outcome(jobs, arrivals, computed, samples[0], events)
 
 
 @contextmanager

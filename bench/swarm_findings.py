@@ -58,6 +58,18 @@ class Memory(Struct, frozen=True, kw_only=True):
         return max(0, self.running - self.extents - self.tails - self.workspace)
 
 
+class Shares(Struct, frozen=True, kw_only=True):
+    """Seconds until the last first token: in prefill chunks, in decode steps, and all the rest
+    (admission, storing, joining, text).
+    """
+
+    chunks: int
+    prefill: float
+    steps: int
+    decode: float
+    rest: float
+
+
 class Accuracy(Struct, frozen=True, kw_only=True, tag=True):
     """The worst row's error against float32 attention, by standard deviation of the logits."""
 
@@ -125,6 +137,7 @@ class Arrival(Struct, frozen=True, kw_only=True, tag=True):
     prefill_rate: float
     bar_seconds: float
     memory: Memory
+    shares: Shares | None = None
 
     @property
     def rate(self) -> float:

@@ -83,7 +83,7 @@ class Supply:
 def prepare(model: str, dtype: str | None, *, ram: str, copies: int) -> Setup:
     """Load a model and try it, as the engine does. It never ends a text before it is asked to.
 
-    Raises `InvalidSetting` for a model whose rows cannot share prefixes.
+    Raises `InvalidSetting` for a model whose rows cannot share prefixes, or not all of them.
     """
     loaded = load(model, dtype=dtype)
     # All systems are to generate the same number of tokens.
@@ -92,8 +92,14 @@ def prepare(model: str, dtype: str | None, *, ram: str, copies: int) -> Setup:
     verdict = batch_test(loaded.model, loaded.make_caches)
     if verdict.layout is None:
         raise InvalidSetting(f"{model} does not decode with shared prefixes: {verdict.test.reason}")
-    if not any(isinstance(leaf, TokenLeaf) for leaf in verdict.layout.leaves):
-        raise InvalidSetting(f"{model} has no attention layer: there is no prefix to share")
+    kinds = [
+        leaf.kind if isinstance(leaf, TokenLeaf) else "state" for leaf in verdict.layout.leaves
+    ]
+    if set(kinds) != {"KVCache"}:
+        raise InvalidSetting(
+            f"{model} has {kinds.count('KVCache')} of {len(kinds)} layers with a KVCache; stock "
+            "steps are measured where all have one"
+        )
     served = [
         f"{each.name} ({each.reason})" if each.reason else each.name for each in verdict.attention
     ]

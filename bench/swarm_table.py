@@ -16,6 +16,7 @@ from bench.swarm_findings import (
     Load,
     Memory,
     Overhead,
+    Shares,
     Sharing,
     Spread,
     Steps,
@@ -124,11 +125,17 @@ def _arrival(found: Arrival) -> Iterable[Cells]:
         f"{found.system}, {found.variant}",
         f"{found.agents} x ({found.shared:,} + {found.own}), {found.generated} out",
         *(f"{each:.2f}" for each in seconds),
+        _shares(found.shares) if found.shares else "",
         f"{found.rate:,.0f}",
         f"{found.decode_rate:,.0f}" if found.decode_rate else "never all",
         f"{found.computed:,} of {found.distinct:,}",
         *_memory(found.memory),
     ]
+
+
+def _shares(shares: Shares) -> str:
+    prefill = f"{shares.prefill:.2f} ({shares.chunks} chunks)"
+    return f"{prefill} + {shares.decode:.2f} ({shares.steps} steps) + {shares.rest:.2f}"
 
 
 def _load(found: Load) -> Iterable[Cells]:
@@ -220,7 +227,8 @@ SECTIONS: dict[type, Section] = {
     ),
     Arrival: Section(
         "Agents at once, seconds to their first tokens",
-        "; agents; first; median; last; bar; total; tokens/s; while all decode; "
+        "; agents; first; median; last; bar; total; "
+        "the last: prefill + decode + rest; tokens/s; while all decode; "
         f"computed of distinct; {MEMORY}",
         _arrival,
     ),

@@ -33,7 +33,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRESETS, "tiny", ALL)
         first, *others = PARTS
-        for parts in ([first], others):
+        for parts in ([first, "--rows", "1", "3"], others):
             swarm.main([*parts, "--preset", "tiny", "--json", str(path)])
     return path
 
@@ -84,6 +84,9 @@ def test_an_arrival_computes_every_prompt_token_once(records: list[Record]) -> N
     assert cold.bar_seconds == pytest.approx(88 / cold.prefill_rate)
     assert found["mlx-lm", "cold"].computed == 3 * (64 + 8)
     assert 0 < cold.first <= cold.median <= cold.last <= cold.total
+    assert cold.shares
+    assert cold.shares.chunks > 0
+    assert cold.shares.prefill + cold.shares.decode + cold.shares.rest < cold.total
     memory = cold.memory
     assert memory.peak >= memory.running >= memory.tails >= memory.used_tails > 0
     assert memory.ledger["weights"] > 0
@@ -166,7 +169,7 @@ def test_mlx_lm_stays_out_where_it_does_not_fit(
         (["load", "--rate", "nan"], "a rate of nan arrivals a second"),
         (["load", "--seed", "-1"], "a seed of -1"),
         (["table"], "table needs the files"),
-        (["memory", "--model", "synthetic:mamba2"], "mamba2"),
+        (["memory", "--model", "synthetic:mamba2?layers=2"], "mamba2.* has 0 of 2 layers"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_a_line(arguments: list[str], reason: str) -> None:

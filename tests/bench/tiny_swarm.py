@@ -15,7 +15,7 @@ TINY = Scale(
     ram="64MiB",
     copies=10**9,
     seconds=dict.fromkeys(PARTS, 3),
-    steps=StepSizes((1, 3), (0, 64), replicated=((3, 64),), tail=8, steps=2, repeats=1),
+    steps=StepSizes((2,), (0, 64), replicated=((3, 64),), tail=8, steps=2, repeats=1),
     arrivals=(ArrivalSizes(3, 64, 8, 6, repeats=1),),
     load=LoadSizes(5, 2, (40, 60), (3, 9), (4, 8), rate=100.0),
     overhead=OverheadSizes(3, 64, 8, 8, repeats=1),
