@@ -1,7 +1,7 @@
 """What the broker adds to decoding: scheduling, events, text and the way into the event loop."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -13,6 +13,9 @@ from bench.swarm_decode import fill, prefix_path
 from bench.swarm_findings import Overhead
 from bench.swarm_setup import Setup, supply
 from mlx_swarm.broker.errors import InvalidSetting
+
+LEAST = 4
+"""Generated tokens."""
 
 
 class OverheadSizes(NamedTuple):
@@ -28,16 +31,35 @@ class OverheadSizes(NamedTuple):
 def overhead(setup: Setup, sizes: OverheadSizes) -> Iterator[Overhead]:
     """Streams read to their end against a loop over a batch with equal rows: no queue, no events,
     no text. The prompts of both are in the cache; the time counts in which all rows decode.
+
+    Raises `InvalidSetting` for too few tokens to time.
     """
-    if sizes.generated < 4:
-        raise InvalidSetting(f"{sizes.generated} generated tokens leave nothing to time; 4 do")
+    if sizes.generated < LEAST:
+        raise InvalidSetting(f"{sizes.generated} generated tokens are too few to time; {LEAST} do")
     prompts = supply(setup, sizes.rows).prompts(sizes.rows, sizes.shared, sizes.own)
     jobs = [Job(prompt, sizes.generated) for prompt in prompts]
-    path = prefix_path(setup, sizes.shared)
+    with brokered(setup, max_rows=sizes.rows) as clients:
+        compared = compare(
+            f"tokens a second of {sizes.rows} rows",
+            {
+                "broker": lambda: clients.run(jobs).decode_rate,
+                "bare loop": _bare_loop(setup, sizes),
+            },
+            unit="tok/s",
+            higher_is_better=True,
+            warmup=2,
+            repeats=sizes.repeats,
+        )
+    rows, shared, own, generated, _ = sizes
+    yield Overhead(rows=rows, shared=shared, own=own, generated=generated, comparison=compared)
 
-    def bare_loop() -> float:
-        # The last token of a prompt belongs to the first step.
-        tails = [sizes.own - 1] * sizes.rows
+
+def _bare_loop(setup: Setup, sizes: OverheadSizes) -> Callable[[], float]:
+    path = prefix_path(setup, sizes.shared)
+    # The last token of a prompt belongs to the first step.
+    tails = [sizes.own - 1] * sizes.rows
+
+    def measure() -> float:
         batch = fill(setup, [path] * sizes.rows, tails, sizes.generated)
         start, arrivals = time.perf_counter(), list[Arrival]()
         for _ in range(sizes.generated):
@@ -47,19 +69,4 @@ def overhead(setup: Setup, sizes: OverheadSizes) -> Iterator[Overhead]:
         mx.synchronize()
         return decode_rate(arrivals)
 
-    with brokered(setup, max_rows=sizes.rows) as clients:
-        compared = compare(
-            f"tokens a second of {sizes.rows} rows",
-            {"broker": lambda: clients.run(jobs).decode_rate, "bare loop": bare_loop},
-            unit="tok/s",
-            higher_is_better=True,
-            warmup=2,
-            repeats=sizes.repeats,
-        )
-    yield Overhead(
-        rows=sizes.rows,
-        shared=sizes.shared,
-        own=sizes.own,
-        generated=sizes.generated,
-        comparison=compared,
-    )
+    return measure
