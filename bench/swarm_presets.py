@@ -103,10 +103,11 @@ GPU = Scale(
     memory=CloneSizes(64, 8192, 128, 128),
     sharing=SharingSizes(
         rows=(1, 2, 4, 8, 16, 32, 64),
-        spans=(16, 32, 64, 128, 256, 512, 1024, 2048, 4096),
+        spans=(16, 64, 128, 256, 512, 1024, 4096),
         groups=(2, 4, 8, 16),
         group_rows=64,
         group_spans=(256, 1024, 4096),
+        steps=16,
     ),
 )
 CPU = Scale(
@@ -116,13 +117,13 @@ CPU = Scale(
     copies=10**9,
     seconds={
         "steps": 75,
-        "arrival": 40,
-        "replicated-arrival": 40,
-        "overhead": 30,
-        "gap": 20,
-        "memory": 10,
-        "sharing": 40,
-        "load": 40,
+        "arrival": 25,
+        "replicated-arrival": 30,
+        "overhead": 25,
+        "gap": 12,
+        "memory": 6,
+        "sharing": 45,
+        "load": 20,
     },
     steps=StepSizes(
         rows=(1, 8, 32),
