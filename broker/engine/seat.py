@@ -24,7 +24,8 @@ class Seat:
     holds [reach, length). `length` counts the tokens that were forwarded, those in flight
     included; `token` is the first one to forward. `segments` and `states`, by leaf, are where its
     KV is before it has a tail. `sampled` counts the tokens chosen, of at most `max_tokens`;
-    `outputs` are those that were read.
+    `outputs` are those that were read. `top_logprobs` is how many alternatives come with each
+    token's log-probability, None for no log-probabilities.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Seat:
         token: int,
         max_tokens: int,
         sampler: Any,
+        top_logprobs: int | None = None,
     ) -> None:
         self.path = tuple(path)
         self.segments = segments
@@ -45,6 +47,7 @@ class Seat:
         self.token = token
         self.max_tokens = max_tokens
         self.sampler = sampler
+        self.top_logprobs = top_logprobs
         self.reach = path[-1].stop if path else 0
         self.tail = Tail(length - self.reach + max_tokens + 1)
         self.first_held: dict[int, int] = {}
