@@ -7,7 +7,7 @@ from weakref import WeakSet
 import anyio
 from msgspec import Struct
 
-from mlx_swarm.broker.request import FinishReason, Usage
+from mlx_swarm.broker.request import FinishReason, TokenLogprob, Usage
 
 
 class AgentEvent(Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
@@ -26,10 +26,11 @@ class AgentStarted(AgentEvent, frozen=True):
 
 
 class AgentDelta(AgentEvent, frozen=True):
-    """New text of a turn."""
+    """New text of a turn, and the tokens behind it with their log-probabilities if asked for."""
 
     text: str
     tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class AgentFinished(AgentEvent, frozen=True):

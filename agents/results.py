@@ -5,14 +5,15 @@ from typing import Literal, overload
 
 from msgspec import Struct
 
-from mlx_swarm.broker.request import FinishReason, Usage
+from mlx_swarm.broker.request import FinishReason, TokenLogprob, Usage
 
 
 class AgentResult(Struct, frozen=True, kw_only=True):
     """The end of one turn: its text, or the error it ended with, and its cost either way.
 
     `text` is what had been generated when an agent failed or was cancelled. `usage` of such a turn
-    counts the prompt tokens as they were planned.
+    counts the prompt tokens as they were planned. `logprobs` has an item for each token generated
+    if the swarm asks for them.
     """
 
     agent: str
@@ -23,6 +24,7 @@ class AgentResult(Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     ttft_seconds: float | None = None
     error: Exception | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
     @property
     def value(self) -> str:

@@ -18,6 +18,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     max_tokens: int = 256
     sampling: Sampling = Sampling()
     stop: tuple[str, ...] = ()
+    logprobs: bool = False
+    top_logprobs: int = 0
     seed: int | None = None
     tenant: str = ""
     cache: bool = True
@@ -31,6 +33,8 @@ class Settings(Struct, frozen=True, kw_only=True):
             max_tokens=self.max_tokens,
             sampling=self.sampling,
             stop=self.stop,
+            logprobs=self.logprobs,
+            top_logprobs=self.top_logprobs,
             tenant=self.tenant,
             swarm=self.swarm,
             cache=self.cache,

@@ -28,10 +28,10 @@ class Swarm:
     spawned. Leaving it waits for all of them; an exception in it cancels them. Nothing is left
     running. An agent's failure is its own: it reaches whoever awaits that agent, the others go on.
 
-    `concurrency` bounds the turns that are with the broker at one time. `max_tokens`, `sampling`
-    and `stop` hold for every turn. With `seed`, or a seed in `sampling`, a turn's own seed is
-    derived from that seed, the agent's name and the number of the turn. `tenant` separates caches;
-    `cache=False` neither reads nor writes the cache.
+    `concurrency` bounds the turns that are with the broker at one time. `max_tokens`, `sampling`,
+    `stop`, `logprobs` and `top_logprobs` hold for every turn, as in a `Request`. With `seed`, or a
+    seed in `sampling`, a turn's own seed is derived from that seed, the agent's name and the number
+    of the turn. `tenant` separates caches; `cache=False` neither reads nor writes the cache.
     """
 
     def __init__(
@@ -43,6 +43,8 @@ class Swarm:
         max_tokens: int = 256,
         sampling: Sampling = GREEDY,
         stop: Iterable[str] = (),
+        logprobs: bool = False,
+        top_logprobs: int = 0,
         seed: int | None = None,
         tenant: str = "",
         name: str = "swarm",
@@ -61,6 +63,8 @@ class Swarm:
             max_tokens=max_tokens,
             sampling=sampling,
             stop=_several("stop", stop),
+            logprobs=logprobs,
+            top_logprobs=top_logprobs,
             seed=seed,
             tenant=tenant,
             cache=cache,

@@ -9,7 +9,15 @@ import anyio
 from msgspec.structs import replace
 
 from mlx_swarm.broker.errors import AgentCancelled, EngineFailed
-from mlx_swarm.broker.request import Completed, Delta, Request, Started, StreamEvent, Usage
+from mlx_swarm.broker.request import (
+    Completed,
+    Delta,
+    Request,
+    Started,
+    StreamEvent,
+    TokenLogprob,
+    Usage,
+)
 
 from .events import (
     AgentDelta,
@@ -47,6 +55,7 @@ class Turn:
         self._signal = Signal()
         self._parts: list[str] = []
         self._output_tokens = 0
+        self._logprobs: list[TokenLogprob] = []
         self._started: Started | None = None
         self._completed: Completed | None = None
         self._error: Exception | None = None
@@ -122,6 +131,8 @@ class Turn:
             max_tokens=settings.max_tokens,
             sampling=sampling,
             stop=settings.stop,
+            logprobs=settings.logprobs,
+            top_logprobs=settings.top_logprobs,
             tenant=settings.tenant,
             agent=self.agent,
             swarm=settings.swarm,
@@ -132,10 +143,13 @@ class Turn:
         match event:
             case Delta():
                 self._output_tokens += len(event.tokens)
+                self._logprobs.extend(event.logprobs)
                 if event.text:
                     self._parts.append(event.text)
                     self._signal.notify()
-                self._publish(AgentDelta, text=event.text, tokens=event.tokens)
+                self._publish(
+                    AgentDelta, text=event.text, tokens=event.tokens, logprobs=event.logprobs
+                )
             case Started():
                 self._started = event
                 self._publish(
@@ -168,6 +182,7 @@ class Turn:
             usage=completed.usage,
             finish_reason=completed.finish_reason,
             ttft_seconds=completed.ttft_seconds,
+            logprobs=completed.logprobs,
         )
         self._publish(
             AgentFinished,
@@ -186,6 +201,7 @@ class Turn:
             text="".join(self._parts),
             usage=usage,
             error=error,
+            logprobs=tuple(self._logprobs),
         )
         if cancelled:
             self._publish(AgentStopped, usage=usage)

@@ -30,6 +30,7 @@ from .request import RequestId as RequestId
 from .request import Sampling as Sampling
 from .request import Started as Started
 from .request import StreamEvent as StreamEvent
+from .request import TokenLogprob as TokenLogprob
 from .request import Usage as Usage
 
 if TYPE_CHECKING:

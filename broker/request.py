@@ -17,6 +17,7 @@ FinishReason = Literal["stop", "length", "cancelled"]
 Role = Literal["system", "user", "assistant"]
 
 MAX_STOPS = 64
+MAX_TOP_LOGPROBS = 20
 ROLES = get_args(Role)
 
 
@@ -57,6 +58,9 @@ class Request(Struct, frozen=True, kw_only=True):
     end of the instructions, say); with `messages` the end of the leading system message is marked
     for you. `tenant` separates caches; `agent` and `swarm` name the lane in traces. `cache=False`
     neither reads nor writes the prompt cache.
+
+    With `logprobs` every output token comes with a `TokenLogprob`, with `top_logprobs` (up to 20)
+    also with that many of the likeliest tokens in its place.
     """
 
     messages: Sequence[Message] = ()
@@ -65,6 +69,8 @@ class Request(Struct, frozen=True, kw_only=True):
     max_tokens: int = 256
     sampling: Sampling = Sampling()
     stop: Sequence[str] = ()
+    logprobs: bool = False
+    top_logprobs: int = 0
     boundaries: Sequence[int] = ()
     tenant: str = ""
     agent: str = ""
@@ -76,6 +82,7 @@ class Request(Struct, frozen=True, kw_only=True):
         self._check_prompt()
         check_whole("max_tokens", self.max_tokens, 1, "at least 1")
         self._check_stops()
+        self._check_logprobs()
         check_sized("boundaries", self.boundaries)
         check_text("tenant", self.tenant)
         check_kind("agent", self.agent, str, "text")
@@ -106,6 +113,13 @@ class Request(Struct, frozen=True, kw_only=True):
             )
         for stop in self.stop:
             check_kind("a stop string", stop, str, "text")
+
+    def _check_logprobs(self) -> None:
+        check_kind("logprobs", self.logprobs, bool, "True or False")
+        check_kind("top_logprobs", self.top_logprobs, int, "a whole number")
+        check_range("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest(f"top_logprobs is {self.top_logprobs}; it needs logprobs=True")
 
 
 def check_messages(messages: Sequence[Message]) -> None:
@@ -157,18 +171,37 @@ class Started(Struct, frozen=True, tag=True):
     cold_tokens: int
 
 
+class TokenLogprob(Struct, frozen=True):
+    """The natural logarithm of an output token's probability, and the likeliest tokens there.
+
+    Probabilities are the model's own, of the whole vocabulary: the log-softmax of its logits in
+    float32, before temperature, `top_p`, `top_k` and `min_p`. `top` holds pairs of a token and its
+    log-probability, as many as were asked for, the likeliest first; the output token need not be
+    among them.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class Delta(Struct, frozen=True, tag=True):
-    """New text and the tokens behind it. Text may lag its tokens: a character can span several."""
+    """New text and the tokens behind it. Text may lag its tokens: a character can span several.
+
+    `logprobs` has an item for each of the tokens if the request asked for them, else none.
+    """
 
     request: RequestId
     text: str
     tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Completed(Struct, frozen=True, tag=True):
     """The end of a request: its whole text and output tokens (a stop token included), and its cost.
 
-    `ttft_seconds` runs from submission to the first output token.
+    `ttft_seconds` runs from submission to the first output token. `logprobs` has an item for each
+    of the tokens if the request asked for them, else none.
     """
 
     request: RequestId
@@ -178,6 +211,7 @@ class Completed(Struct, frozen=True, tag=True):
     usage: Usage
     ttft_seconds: float
     prompt: tuple[int, ...] = field(default=())
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 StreamEvent = Started | Delta | Completed

@@ -19,8 +19,10 @@ from msgspec import Struct
 
 from ..cache import kinds
 from ..cache.layout import Layout, TokenLeaf
+from ..request import TokenLogprob
 from .batch_caches import Asked, BatchCache, StepState
 from .kernels.launch import MAX_SPANS
+from .logprobs import StepLogprobs, step_logprobs
 from .placement import Placement
 from .sampling import sample
 from .seat import Seat, SeatRow, States, zero_states
@@ -54,11 +56,12 @@ class PrefillLimits(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    """A dispatched step: the tokens chosen `[rows]` and the states after it."""
+    """A dispatched step: the tokens chosen `[rows]`, the states after it, what rows ask to know."""
 
     seats: list[Seat]
     tokens: mx.array
     states: States
+    logprobs: StepLogprobs
 
 
 class DecodeBatch:
@@ -110,20 +113,23 @@ class DecodeBatch:
         seat.path, seat.reach = tuple(path), reach
         self._state = None
 
-    def step(self) -> list[tuple[Seat, int]]:
-        """One token for each seat (none for those added just now), the next step on its way."""
+    def step(self) -> list[tuple[Seat, int, TokenLogprob | None]]:
+        """One token for each seat (none for those added just now), with its log-probability where
+        that is asked for; the next step is on its way.
+        """
         if self._flight is None:
             self._flight = self._dispatch()
         current = self._read = self._flight
         if current is None:
             return []
         self._flight = self._dispatch()
-        received: list[tuple[Seat, int]] = []
+        received: list[tuple[Seat, int, TokenLogprob | None]] = []
         tokens: Any = current.tokens.tolist()
-        for seat, token in zip(current.seats, tokens, strict=True):
+        logprobs = current.logprobs.read(tokens)
+        for seat, token, logprob in zip(current.seats, tokens, logprobs, strict=True):
             if not seat.left:
                 seat.outputs.append(token)
-                received.append((seat, token))
+                received.append((seat, token, logprob))
         return received
 
     def row(self, seat: Seat) -> SeatRow:
@@ -223,12 +229,12 @@ class DecodeBatch:
             return None
         logits, states = self._forward(seats, self._next_state(seats))
         tokens = sample(logits, [seat.sampler for seat in seats])
+        logprobs = step_logprobs(logits, tokens, [seat.top_logprobs for seat in seats])
         for seat in seats:
             seat.sampled += 1
-        mx.async_eval(
-            tokens, self._slabs.arrays, [a for leaf in states for a in leaf if a is not None]
-        )
-        return _Flight(seats, tokens, states)
+        held = [array for leaf in states for array in leaf if array is not None]
+        mx.async_eval(tokens, logprobs.arrays, self._slabs.arrays, held)
+        return _Flight(seats, tokens, states, logprobs)
 
     def _take_seats(self) -> list[Seat]:
         """The rows of the next step, each with room in its tail."""

@@ -299,7 +299,9 @@ class EngineLoop:
         row.output.append(received.token)
         ends_text = received.finish_reason == "stop"
         text = "" if ends_text else row.text.add(received.token)
-        row.mailbox.put(Delta(row.id, text, (received.token,)))
+        logprobs = () if received.logprob is None else (received.logprob,)
+        row.logprobs.extend(logprobs)
+        row.mailbox.put(Delta(row.id, text, (received.token,), logprobs))
         if received.finish_reason is not None or row.text.stopped:
             stopped = ends_text or row.text.stopped
             self._end(row, "stop" if stopped else "length")
@@ -350,6 +352,7 @@ class EngineLoop:
             usage=row.usage(self._recorder.now()),
             ttft_seconds=first - row.submitted,
             prompt=tuple(row.prompt.tolist()),
+            logprobs=tuple(row.logprobs),
         )
 
     def _guarded(

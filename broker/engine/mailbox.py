@@ -12,7 +12,7 @@ import anyio
 import anyio.lowlevel
 
 from ..errors import BrokerClosed
-from ..request import Completed, Delta, RequestId, Started, StreamEvent
+from ..request import Completed, Delta, RequestId, Started, StreamEvent, TokenLogprob
 
 Result = TypeVar("Result")
 
@@ -137,6 +137,7 @@ class Mailbox(_Waiting):
         self._started: Started | None = None
         self._texts: list[str] = []
         self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
         self._end: Completed | BaseException | None = None
         self.ended = False
 
@@ -149,6 +150,7 @@ class Mailbox(_Waiting):
                 case Delta():
                     self._texts.append(event.text)
                     self._tokens.extend(event.tokens)
+                    self._logprobs.extend(event.logprobs)
                 case Completed():
                     self._finish(event)
         self._courier.post(self)
@@ -167,13 +169,16 @@ class Mailbox(_Waiting):
                 started, self._started = self._started, None
                 return started
             if self._tokens or self._texts:
-                delta = Delta(request, "".join(self._texts), tuple(self._tokens))
-                self._texts, self._tokens = [], []
-                return delta
+                return self._merged(request)
             end, self._end = self._end, None
         if isinstance(end, BaseException):
             raise end
         return end
+
+    def _merged(self, request: RequestId) -> Delta:
+        texts, tokens, logprobs = self._texts, self._tokens, self._logprobs
+        self._texts, self._tokens, self._logprobs = [], [], []
+        return Delta(request, "".join(texts), tuple(tokens), tuple(logprobs))
 
     def _has_news(self) -> bool:
         with self._lock:

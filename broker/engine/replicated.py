@@ -2,6 +2,7 @@
 its KV.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,9 @@ from mlx_lm.generate import BatchGenerator
 from ..cache.kinds import materialise
 from ..errors import EngineFailed
 from ..models import LoadedModel
+from ..request import TokenLogprob
 from .decode_batch import DecodeStatistics
+from .logprobs import StepLogprobs, step_logprobs
 from .row import Row, RowToken
 
 
@@ -22,6 +25,7 @@ class ReplicatedDecoder:
         self._model = model
         self._max_rows = max_rows
         self._rows: dict[int, Row] = {}
+        self._watchers: dict[int, _Watcher] = {}
         self._ended: dict[Row, tuple[Sequence[int], Sequence[Any]]] = {}
         self._generator: Any = self._new_generator()
 
@@ -38,19 +42,25 @@ class ReplicatedDecoder:
         if unbatchable is not None:
             name = type(unbatchable).__name__
             raise EngineFailed(f"{name} cannot be batched with history; no other lane exists yet")
+        watcher = None if row.top_logprobs is None else _Watcher(row.sampler, row.top_logprobs)
         (uid,) = self._generator.insert(
             [row.prompt[-1:].tolist()],
             max_tokens=[row.max_tokens],
             caches=[caches],
             all_tokens=[row.prompt[:-1].tolist()],
-            samplers=[row.sampler],
+            samplers=[watcher.sample if watcher else row.sampler],
+            logits_processors=[[watcher.process] if watcher else []],
         )
         self._rows[uid] = row
+        if watcher:
+            self._watchers[uid] = watcher
         mx.clear_cache()
 
     def step(self) -> list[RowToken]:
         """One token for each row (none for rows that joined just now)."""
         _, responses = self._generator.next()
+        # In flight with the step that the generator has just started, ahead of the one after it.
+        mx.async_eval([w.seen[-1].arrays for w in self._watchers.values() if w.seen])
         return [self._received(response) for response in responses]
 
     def holds(self, row: Row) -> bool:
@@ -62,7 +72,7 @@ class ReplicatedDecoder:
         if row not in self._ended:
             uid = self._uid(row)
             caches, tokens = self._generator.remove([uid], return_prompt_caches=True)[uid]
-            del self._rows[uid]
+            self._forget(uid)
             self._ended[row] = tokens, caches
         return self._ended[row]
 
@@ -71,17 +81,17 @@ class ReplicatedDecoder:
         if self._ended.pop(row, None) is None and row in self._rows.values():
             uid = self._uid(row)
             self._generator.remove([uid])
-            del self._rows[uid]
+            self._forget(uid)
 
     def reset(self) -> None:
         """Drop all rows, after a step that failed."""
-        self._rows, self._ended = {}, {}
+        self._rows, self._watchers, self._ended = {}, {}, {}
         self._generator.close()
         self._generator = self._new_generator()
 
     def close(self) -> None:
         """End the batch."""
-        self._rows, self._ended = {}, {}
+        self._rows, self._watchers, self._ended = {}, {}, {}
         if self._generator is not None:
             self._generator.close()
         self._generator = None
@@ -98,11 +108,16 @@ class ReplicatedDecoder:
         return next(uid for uid, each in self._rows.items() if each is row)
 
     def _received(self, response: Any) -> RowToken:
-        row = self._rows[response.uid]
+        row, watcher = self._rows[response.uid], self._watchers.get(response.uid)
         if response.finish_reason is not None:
-            del self._rows[response.uid]
+            self._forget(response.uid)
             self._ended[row] = response.all_tokens, response.prompt_cache
-        return RowToken(row, response.token, response.finish_reason)
+        logprob = watcher.next(response.token) if watcher else None
+        return RowToken(row, response.token, response.finish_reason, logprob)
+
+    def _forget(self, uid: int) -> None:
+        del self._rows[uid]
+        self._watchers.pop(uid, None)
 
     def _new_generator(self) -> Any:
         return BatchGenerator(
@@ -113,3 +128,33 @@ class ReplicatedDecoder:
             # One stream for everything, so that what is put or taken is ordered with the steps.
             stream=mx.default_stream(mx.default_device()),
         )
+
+
+class _Watcher:
+    """Sees a row's logits as the model made them and the tokens chosen, and keeps what it asks for.
+
+    The log-probabilities in mlx-lm's responses are rounded to the model's dtype. `seen` has the
+    steps that were sampled and whose tokens were not read yet.
+    """
+
+    def __init__(self, sampler: Any, count: int) -> None:
+        self._sampler = sampler
+        self._count = count
+        self._logits: mx.array
+        self.seen: deque[StepLogprobs] = deque()
+
+    def process(self, _: Any, logits: mx.array) -> mx.array:
+        """A logits processor of mlx-lm that changes nothing: logits `[1, vocabulary]`."""
+        self._logits = logits
+        return logits
+
+    def sample(self, logprobs: mx.array) -> mx.array:
+        """The row's sampler: token `[1]`."""
+        token: mx.array = self._sampler(logprobs)
+        self.seen.append(step_logprobs(self._logits, token, [self._count]))
+        del self._logits
+        return token
+
+    def next(self, token: int) -> TokenLogprob | None:
+        """The log-probability of the oldest token that was not read."""
+        return self.seen.popleft().read([token])[0]

@@ -6,7 +6,7 @@ from ..cache.lease import PromptLease
 from ..cache.ledger import Reservation
 from ..cache.plan import Plan
 from ..cache.prefix_hash import Tokens
-from ..request import Request, RequestId, Usage
+from ..request import Request, RequestId, TokenLogprob, Usage
 from .mailbox import Mailbox
 from .text import TextStream
 
@@ -50,6 +50,7 @@ class Row:
         self.ram_tokens = 0
         self.cold_tokens = 0
         self.output: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
         self.submitted = submitted
         self.admitted: float | None = None
         self.joined: float | None = None
@@ -59,6 +60,11 @@ class Row:
     def reads_cache(self) -> bool:
         """Whether the row takes from the prompt cache and puts into it."""
         return self.request.cache
+
+    @property
+    def top_logprobs(self) -> int | None:
+        """How many alternatives come with a token's log-probability; None if it asks for none."""
+        return self.request.top_logprobs if self.request.logprobs else None
 
     def usage(self, now: float) -> Usage:
         """What the row has cost until `now`; prompt tokens not reached are not counted."""
@@ -80,8 +86,11 @@ class Row:
 
 
 class RowToken(NamedTuple):
-    """One output token of a row. `finish_reason` is set with the row's last one."""
+    """One output token of a row. `finish_reason` is set with the row's last one, `logprob` if the
+    row asks for it.
+    """
 
     row: Row
     token: int
     finish_reason: str | None
+    logprob: TokenLogprob | None = None

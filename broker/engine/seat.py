@@ -27,7 +27,8 @@ class Seat:
     `token` is the prompt's last one, the first that a decode step forwards. `segments` and
     `states`, by leaf, are where its KV is before it has a tail; without segments all of it is on
     the path. `sampled` counts the tokens chosen, of at most `max_tokens`; `outputs` are those that
-    were read.
+    were read. `top_logprobs` is how many alternatives come with each token's log-probability, None
+    for no log-probabilities.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Seat:
         max_tokens: int,
         sampler: Any,
         ahead: Sequence[int] | Tokens = (),
+        top_logprobs: int | None = None,
     ) -> None:
         self.path = tuple(path)
         self.segments = segments
@@ -50,6 +52,7 @@ class Seat:
         self.token = token
         self.max_tokens = max_tokens
         self.sampler = sampler
+        self.top_logprobs = top_logprobs
         self.reach = path[-1].stop if path else 0
         own = length - self.reach + len(ahead) + 1
         self.tail = Tail(own + max_tokens, reserve=own if len(ahead) else 0)

@@ -10,6 +10,7 @@ from ..cache.prefix_hash import Tokens
 from ..cache.prompt_cache import PromptCache
 from ..cache.segments import Segment
 from ..models import LoadedModel
+from ..request import TokenLogprob
 from .batch_test import BatchVerdict
 from .decode_batch import DecodeBatch, DecodeStatistics
 from .row import Row, RowToken
@@ -101,7 +102,7 @@ class SharedDecoder:
     def step(self) -> list[RowToken]:
         """One token for each row (none for rows that joined just now)."""
         received = self._batch.step()
-        return [self._received(seat, token) for seat, token in received if seat in self._rows]
+        return [self._received(*each) for each in received if each[0] in self._rows]
 
     def holds(self, row: Row) -> bool:
         """Whether the row was taken in, and not removed."""
@@ -141,7 +142,7 @@ class SharedDecoder:
         assert len(self._seats) == len(self._rows) == self._batch.statistics().rows
         self._batch.check_integrity()
 
-    def _received(self, seat: Seat, token: int) -> RowToken:
+    def _received(self, seat: Seat, token: int, logprob: TokenLogprob | None) -> RowToken:
         row = self._rows[seat]
         reason = None
         if token in self._stops:
@@ -150,7 +151,7 @@ class SharedDecoder:
             reason = "length"
         if reason is not None:
             self._ended.add(row)
-        return RowToken(row, token, reason)
+        return RowToken(row, token, reason, logprob)
 
     def _renew(self, row: Row) -> None:
         """Lease what was stored of the prompt meanwhile, so that nothing of it needs a copy."""
@@ -196,6 +197,7 @@ class SharedDecoder:
             token=int(row.prompt[-1]),
             max_tokens=row.max_tokens,
             sampler=row.sampler,
+            top_logprobs=row.top_logprobs,
         )
 
     def _segments(self, row: Row) -> Sequence[Sequence[Segment]]:

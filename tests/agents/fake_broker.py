@@ -17,6 +17,7 @@ from mlx_swarm.broker.request import (
     RequestId,
     Started,
     StreamEvent,
+    TokenLogprob,
     Usage,
 )
 
@@ -105,7 +106,8 @@ class FakeResponse:
             await anyio.lowlevel.checkpoint()
             if reply.gate is not None and number == len(tokens) // 2:
                 await reply.gate.wait()
-            yield Delta(name, character if character != WITHHELD else "", (token,))
+            text = character if character != WITHHELD else ""
+            yield Delta(name, text, (token,), self._logprobs((token,)))
         if reply.error is not None:
             raise reply.error
         if reply.finish_reason is None:
@@ -120,7 +122,21 @@ class FakeResponse:
             prefilled_tokens=len(prompt) - cached,
             output_tokens=len(tokens),
         )
-        yield Completed(name, reply.text, tokens, reply.finish_reason, usage, 0.5)
+        yield Completed(
+            name,
+            reply.text,
+            tokens,
+            reply.finish_reason,
+            usage,
+            0.5,
+            logprobs=self._logprobs(tokens),
+        )
+
+    def _logprobs(self, tokens: Sequence[int]) -> tuple[TokenLogprob, ...]:
+        if not self._request.logprobs:
+            return ()
+        top = self._request.top_logprobs
+        return tuple(TokenLogprob(token, -1.0, ((token, -1.0),) * top) for token in tokens)
 
 
 def characters(text: str) -> list[int]:

@@ -415,3 +415,19 @@ async def test_wrong_kinds_of_tasks_and_names_are_refused_at_once() -> None:
             with pytest.raises(InvalidRequest):
                 await swarm.map(tasks)  # type: ignore[arg-type]
         assert swarm.agents == ()
+
+
+async def test_results_and_deltas_carry_log_probabilities_where_the_swarm_asks_for_them() -> None:
+    broker = FakeBroker(echo)
+    async with Swarm(broker, logprobs=True, top_logprobs=2) as swarm:
+        events = swarm.events()
+        results = await swarm.map(["one", "fail"])
+        deltas = [event async for event in events if isinstance(event, AgentDelta)]
+    assert [(each.logprobs, each.top_logprobs) for each in broker.requests] == [(True, 2)] * 2
+    assert [len(result.logprobs) for result in results] == [len("ONE") + 1, len("so far")]
+    assert [len(item.top) for item in results[0].logprobs] == [2] * 4
+    assert all([item.token for item in delta.logprobs] == [*delta.tokens] for delta in deltas)
+    async with Swarm(broker) as swarm:
+        assert (await swarm.map(["one"]))[0].logprobs == ()
+    with pytest.raises(InvalidRequest, match="top_logprobs is 2"):
+        Swarm(broker, top_logprobs=2)

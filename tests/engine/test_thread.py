@@ -11,7 +11,7 @@ import pytest
 from mlx_swarm.broker.engine.mailbox import Courier, Mailbox
 from mlx_swarm.broker.engine.thread import EngineThread
 from mlx_swarm.broker.errors import BrokerClosed
-from mlx_swarm.broker.request import Completed, Delta, RequestId, Started, Usage
+from mlx_swarm.broker.request import Completed, Delta, RequestId, Started, TokenLogprob, Usage
 
 pytestmark = pytest.mark.anyio
 REQUEST = RequestId("r")
@@ -182,6 +182,16 @@ async def test_a_mailbox_keeps_order_and_merges_what_nobody_read() -> None:
     with pytest.raises(ValueError, match="broken"):
         await mailbox.receive(REQUEST)
     assert await mailbox.receive(REQUEST) is None
+
+
+async def test_merged_deltas_keep_the_log_probability_of_each_token() -> None:
+    mailbox = Mailbox(Courier())
+    items = [TokenLogprob(token, -0.5 * token, ((token, -0.5 * token),)) for token in range(3)]
+    for item in items:
+        mailbox.put(Delta(REQUEST, "a", (item.token,), (item,)))
+    assert await mailbox.receive(REQUEST) == Delta(REQUEST, "aaa", (0, 1, 2), tuple(items))
+    mailbox.put(Delta(REQUEST, "b", (3,), (items[0],)))
+    assert await mailbox.receive(REQUEST) == Delta(REQUEST, "b", (3,), (items[0],))
 
 
 def test_a_loop_that_died_takes_the_thread_with_it() -> None:

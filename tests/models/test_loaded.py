@@ -52,6 +52,24 @@ def test_the_generation_prompt_can_be_left_out() -> None:
     assert MODEL.tokenizer.decode(with_prompt[len(without) :]) == "<|im_start|>assistant\n"
 
 
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 49_151)), max_size=40))
+def test_sequences_that_are_read_side_by_side_have_only_their_own_text(
+    tokens: list[tuple[int, int]],
+) -> None:
+    """Some end in the middle of a character, and a further one begins after them."""
+    streams = [MODEL.new_detokenizer() for _ in range(3)]
+    texts = ["", "", ""]
+    for index, token in tokens:
+        streams[index].add_token(token)
+        texts[index] += streams[index].last_segment
+    for index, text in enumerate(texts):
+        alone = MODEL.new_detokenizer()
+        assert (alone.tokens, alone.text) == ([], "")
+        for token in [token for owner, token in tokens if owner == index]:
+            alone.add_token(token)
+        assert alone.text == text
+
+
 def test_a_template_that_refuses_the_system_role_says_so() -> None:
     model = load("synthetic:llama?layers=1&hidden=16&heads=1")
     model.tokenizer.chat_template = (
