@@ -94,7 +94,7 @@ def fill(
     setup: Setup, paths: Sequence[Path], tails: Sequence[int], tokens: int, max_spans: int = 1
 ) -> DecodeBatch:
     """A batch whose rows read these paths and have tails of these lengths."""
-    batch = DecodeBatch(setup.loaded.model, setup.layout, max(1, max_spans=max_spans))
+    batch = DecodeBatch(setup.loaded.model, setup.layout, max_spans=max(1, max_spans))
     longest = max(1, *tails)
     buffers = [_random(leaf, 1, longest) for leaf in setup.layout.leaves]
     mx.eval(buffers)

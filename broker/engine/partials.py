@@ -42,7 +42,8 @@ def partial_attention(
         masked = _masked(logits.reshape(rows, heads, length, tokens), mask)
         logits = masked.reshape(logits.shape)
     lse = mx.logsumexp(logits, axis=-1, keepdims=True)
-    out = mx.exp(logits - lse) @ values.astype(mx.float32)
+    # Not exp(logits - lse): a rounded log-sum-exp would scale the whole row.
+    out = mx.softmax(logits, axis=-1) @ values.astype(mx.float32)
     out_shape = (rows, heads, length, values.shape[3])
     return out.reshape(out_shape), lse.reshape(rows, heads, length, 1)
 

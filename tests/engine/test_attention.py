@@ -53,7 +53,9 @@ def test_worst_row_is_at_most_twice_as_far_off_as_stock_attention(
         stock = STOCK(queries, keys, values, cache=None, scale=1.0, mask=None, sinks=sinks)
         ours = attend(queries, handle, 1.0, None, sinks)
         assert ours.dtype == dtype
-        assert _worst(ours, exact) <= 2 * _worst(stock, exact)
+        # A log-sum-exp of 30 is rounded by 2e-6, and with it the weight of its part.
+        floor = 1e-5 if dtype == mx.float32 else 0.0
+        assert _worst(ours, exact) <= max(2 * _worst(stock, exact), floor)
 
 
 def test_partials_merge_in_any_order_and_depth() -> None:

@@ -30,7 +30,7 @@ SHARING = {
 }
 REPLICATED = {"deepseek_v3": "synthetic:deepseek_v3?layers=2&hidden=64&context=512&dtype=float32"}
 KINDS = SHARING | REPLICATED
-CLOSE = 5e-5
+CLOSE = 1e-4
 """To the oracle; any two runs of a request then agree within twice that."""
 
 Floats = npt.NDArray[np.float64]
