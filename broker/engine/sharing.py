@@ -10,6 +10,10 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 
+LEAST_SPAN = 16
+"""A part shorter than this is read in the tails: prompts often begin alike by chance."""
+
+
 class Piece(NamedTuple):
     """Tokens [start, stop), absolute positions, of an extent."""
 
@@ -35,8 +39,10 @@ class Sharing(NamedTuple):
 _Key = tuple[int, int, int]
 
 
-def share(paths: Sequence[Sequence[Piece]], limit: int) -> Sharing:
-    """At most `limit` spans: those that save most copying, each with all that comes before it."""
+def share(paths: Sequence[Sequence[Piece]], limit: int, least: int = LEAST_SPAN) -> Sharing:
+    """At most `limit` spans: those that save most copying, each with all that comes before it;
+    none that ends in a part of less than `least` tokens.
+    """
     extents = {id(piece.extent): piece.extent for path in paths for piece in path}
     walks = _cut(paths)
     members: dict[_Key, list[int]] = {}
@@ -45,7 +51,7 @@ def share(paths: Sequence[Sequence[Piece]], limit: int) -> Sharing:
         for parent, key in zip([None, *walk], walk, strict=False):
             members.setdefault(key, []).append(row)
             parents[key] = parent
-    chosen = _choose(members, parents, limit)
+    chosen = _choose(members, parents, limit, least)
     spans = [
         SharedSpan(Piece(extents[key[0]], key[1], key[2]), tuple(members[key])) for key in chosen
     ]
@@ -85,10 +91,11 @@ def _joined(walk: list[_Key], readers: dict[_Key, set[int]]) -> list[_Key]:
 
 
 def _choose(
-    members: dict[_Key, list[int]], parents: dict[_Key, _Key | None], limit: int
+    members: dict[_Key, list[int]], parents: dict[_Key, _Key | None], limit: int, least: int
 ) -> dict[_Key, None]:
     chosen: dict[_Key, None] = {}
-    for key in sorted(members, key=lambda key: (key[1] - key[2]) * len(members[key])):
+    worth = [key for key in members if key[2] - key[1] >= least]
+    for key in sorted(worth, key=lambda key: (key[1] - key[2]) * len(members[key])):
         chain: list[_Key] = []
         above: _Key | None = key
         while above is not None and above not in chosen:

@@ -29,7 +29,7 @@ def paths_of(prompts: list[str], blocks: dict[str, Block]) -> list[list[Piece]]:
 def test_each_row_is_served_up_to_its_reach_by_spans_without_a_gap(
     prompts: list[str], limit: int
 ) -> None:
-    sharing = share(paths_of(prompts, {}), limit)
+    sharing = share(paths_of(prompts, {}), limit, least=1)
     assert len(sharing.spans) <= limit
     for row, prompt in enumerate(prompts):
         served = sorted(
@@ -46,13 +46,17 @@ def test_each_row_is_served_up_to_its_reach_by_spans_without_a_gap(
 
 @given(st.lists(st.text("ab", max_size=6), min_size=1, max_size=8))
 def test_with_room_for_all_every_row_is_served_to_its_end(prompts: list[str]) -> None:
-    assert share(paths_of(prompts, {}), 1 << 20).reach == [len(prompt) for prompt in prompts]
+    assert share(paths_of(prompts, {}), 1 << 20, least=1).reach == [
+        len(prompt) for prompt in prompts
+    ]
 
 
 def test_an_extent_is_cut_where_rows_part_and_joined_where_they_do_not() -> None:
     extent, other = Block(["whole"]), Block(["other"])
     split = [Piece(extent, 0, 40), Piece(extent, 40, 60)]
-    sharing = share([[Piece(extent, 0, 60)], [*split, Piece(other, 60, 70)], [split[0]]], 8)
+    sharing = share(
+        [[Piece(extent, 0, 60)], [*split, Piece(other, 60, 70)], [split[0]]], 8, least=1
+    )
     assert {(span.piece.start, span.piece.stop, span.rows) for span in sharing.spans} == {
         (0, 40, (0, 1, 2)),
         (40, 60, (0, 1)),
@@ -63,6 +67,13 @@ def test_an_extent_is_cut_where_rows_part_and_joined_where_they_do_not() -> None
 
 def test_what_saves_most_comes_first_with_all_before_it() -> None:
     start, long, short = Block(["start"]), Block(["long"]), Block(["short"])
-    shared = Piece(start, 0, 2)
-    sharing = share([[shared, Piece(long, 2, 900)], [shared, Piece(short, 2, 50)]], 2)
-    assert sharing.reach == [900, 2]
+    shared = Piece(start, 0, 20)
+    sharing = share([[shared, Piece(long, 20, 900)], [shared, Piece(short, 20, 50)]], 2)
+    assert sharing.reach == [900, 20]
+
+
+def test_a_few_tokens_are_no_span_unless_a_longer_one_needs_them() -> None:
+    start, few, long = Block(["start"]), Block(["few"]), Block(["long"])
+    pieces = [Piece(start, 0, 900), Piece(few, 900, 903), Piece(long, 903, 2000)]
+    assert share([pieces[:2]] * 3, 8).reach == [900] * 3
+    assert share([pieces] * 3, 8).reach == [2000] * 3
