@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 from msgspec import Struct
 
 from ..affinity import ThreadGuard
@@ -18,8 +19,10 @@ from ..cache.prefix_hash import Tokens, as_tokens
 from ..cache.prompt_cache import PromptCache
 from ..errors import SwarmError
 from ..models import LoadedModel
+from .ahead import Ahead
 from .batch_test import batch_test
 from .decode_batch import DecodeStatistics
+from .pace import Pace
 from .replicated import ReplicatedDecoder
 from .row import Row, RowToken
 from .self_test import self_test
@@ -68,7 +71,9 @@ class BatchLane:
     `discard`. If `step` raises, all running rows are lost: `reset` starts an empty batch.
     """
 
-    def __init__(self, model: LoadedModel, cache: PromptCache, max_rows: int) -> None:
+    def __init__(
+        self, model: LoadedModel, cache: PromptCache, max_rows: int, pace: Pace | None = None
+    ) -> None:
         self._guard = ThreadGuard()
         self._guard.check()
         self._model = model
@@ -76,7 +81,10 @@ class BatchLane:
         self._self_test = self_test(model.model)
         self._verdict = batch_test(model.model, model.make_caches)
         layout = self._verdict.layout
-        self._shared = SharedDecoder(model, cache, self._verdict) if layout is not None else None
+        self._ahead = Ahead(pace.note) if pace is not None else Ahead()
+        self._shared = (
+            SharedDecoder(model, cache, self._verdict, self._ahead) if layout is not None else None
+        )
         self._decoder: Decoder = self._shared or ReplicatedDecoder(model, max_rows)
 
     @property
@@ -135,23 +143,22 @@ class BatchLane:
         return as_tokens(self._decoder.computed(row)[0])
 
     def prefill_together(self, parts: Sequence[tuple[Row, int]]) -> None:
-        """Compute the prompts of rows in the batch, each up to a position; returns when they are
-        computed.
+        """Start computing the prompts of rows in the batch, each up to a position; returns when the
+        piece before is computed.
         """
         self._guard.check()
         assert self._shared is not None
         self._shared.prefill(parts)
 
     def prefill(self, row: Row, stop: int) -> None:
-        """Compute the prompt tokens of a row outside the batch up to `stop`; returns when they are
-        computed.
+        """Start computing the prompt tokens of a row outside the batch up to `stop`; returns when
+        the piece before is computed.
         """
         self._guard.check()
         for start in range(row.position, stop, TILE):
             tokens = row.prompt[start : min(start + TILE, stop)]
             self._model.model(mx.array(tokens)[None], cache=row.caches)
-            mx.async_eval([cache.state for cache in row.caches])
-        mx.eval([cache.state for cache in row.caches])
+            self._ahead.start(_arrays(row.caches), len(tokens))
         row.position = stop
 
     def store(self, row: Row, shared: int) -> bool:
@@ -243,3 +250,9 @@ class BatchLane:
         if row.lease is not None:
             row.lease.release()
             row.lease = None
+
+
+def _arrays(caches: Sequence[Any]) -> list[mx.array]:
+    """Everything that a step leaves in cache objects."""
+    leaves: Any = tree_flatten([cache.state for cache in caches])
+    return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]

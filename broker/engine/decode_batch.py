@@ -20,6 +20,7 @@ from msgspec import Struct
 from ..cache import kinds
 from ..cache.layout import Layout, TokenLeaf
 from ..request import TokenLogprob
+from .ahead import Ahead
 from .batch_caches import Asked, BatchCache, StepState
 from .kernels.launch import MAX_SPANS
 from .logprobs import StepLogprobs, step_logprobs
@@ -73,10 +74,12 @@ class DecodeBatch:
         layout: Layout,
         limits: PrefillLimits | None = None,
         max_spans: int = MAX_SPANS,
+        ahead: Ahead | None = None,
     ) -> None:
         self._model = model
         self._layout = layout
         self._limits = limits or PrefillLimits()
+        self._ahead = ahead or Ahead()
         self._placement = Placement(layout, max_spans)
         self._slabs = self._placement.slabs
         self._parked: dict[Seat, None] = {}
@@ -88,16 +91,15 @@ class DecodeBatch:
         self._sharing = Sharing([], [])
 
     def prefill(self, parts: Sequence[tuple[Seat, int]]) -> None:
-        """Compute so many more tokens of each seat's prompt; returns when they are computed.
+        """Start computing so many more tokens of each seat's prompt.
 
-        If the model raises, nothing has changed but that the seats have tails.
+        If the model raises, what was not started has not changed, but that seats have tails.
         """
         while parts:
             served = self._served(parts)
             for tile in _tiles(served, PREFILL_TILE):
                 self._prefill(tile)
             parts = parts[len(served) :]
-        mx.eval(self._slabs.arrays)
 
     def add(self, seat: Seat) -> None:
         """Let a seat, whose prompt is computed, decode from the next step on that is dispatched."""
@@ -216,7 +218,7 @@ class DecodeBatch:
             self._slabs.restore(before)
             raise
         del before
-        mx.async_eval(self._slabs.arrays)
+        self._ahead.start(self._slabs.arrays, sum(counts))
         for seat, count in parts:
             seat.ahead = seat.ahead[count:]
             seat.length += count

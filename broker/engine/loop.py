@@ -70,8 +70,8 @@ class EngineLoop:
         self.ledger = Ledger(settings.memory or device_limit())
         self.ledger.charge(Purpose.WEIGHTS, weight_bytes(model))
         self.cache = PromptCache(settings.ram, ledger=self.ledger, trace=recorder)
-        self.lane = BatchLane(model, self.cache, settings.max_rows)
         self._pace = Pace(settings.prefill_chunk, settings.free_seconds)
+        self.lane = BatchLane(model, self.cache, settings.max_rows, self._pace)
         self.scheduler = Scheduler(
             self.cache.peek_prefix_len,
             max_rows=settings.max_rows,
@@ -227,7 +227,6 @@ class EngineLoop:
         start, began = row.position, self._recorder.now()
         self.lane.prefill(row, stop)
         self._prefilled(row, start, self._recorder.now() - began)
-        self._pace.note(stop - start, self._recorder.now() - began)
 
     def _prefill_together(self, parts: Sequence[tuple[Row, int]]) -> None:
         starts, began = [row.position for row, _ in parts], self._recorder.now()
@@ -238,7 +237,6 @@ class EngineLoop:
                 self._fail(row, error)
             return
         seconds = self._recorder.now() - began
-        self._pace.note(sum(row.position for row, _ in parts) - sum(starts), seconds)
         for (row, _), start in zip(parts, starts, strict=True):
             self._guarded(row, self._prefilled, start, seconds)
 

@@ -11,6 +11,7 @@ from ..cache.prompt_cache import PromptCache
 from ..cache.segments import Segment
 from ..models import LoadedModel
 from ..request import TokenLogprob
+from .ahead import Ahead
 from .batch_test import BatchVerdict
 from .decode_batch import DecodeBatch, DecodeStatistics
 from .row import Row, RowToken
@@ -27,8 +28,11 @@ class SharedDecoder:
     Short rests of prompts are computed there too, those of many rows at once.
     """
 
-    def __init__(self, model: LoadedModel, cache: PromptCache, verdict: BatchVerdict) -> None:
+    def __init__(
+        self, model: LoadedModel, cache: PromptCache, verdict: BatchVerdict, ahead: Ahead
+    ) -> None:
         assert verdict.layout is not None
+        self._ahead = ahead
         self._model = model
         self._cache = cache
         self._layout = verdict.layout
@@ -72,7 +76,7 @@ class SharedDecoder:
         self._seats[row], self._rows[seat] = seat, row
 
     def prefill(self, parts: Sequence[tuple[Row, int]]) -> None:
-        """Compute the prompts of rows taken in, each up to a position."""
+        """Start computing the prompts of rows taken in, each up to a position."""
         self._batch.prefill([(self._seats[row], stop - row.position) for row, stop in parts])
         for row, stop in parts:
             row.position = stop
@@ -206,7 +210,7 @@ class SharedDecoder:
         return kinds.segments_of(row.caches) if row.caches else ()
 
     def _new_batch(self) -> DecodeBatch:
-        return DecodeBatch(self._model.model, self._layout, self._limits)
+        return DecodeBatch(self._model.model, self._layout, self._limits, ahead=self._ahead)
 
 
 def _pieces(lease: PromptLease) -> list[Piece]:

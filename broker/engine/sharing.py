@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-
 LEAST_SPAN = 16
 """A part shorter than this is read in the tails: prompts often begin alike by chance."""
 

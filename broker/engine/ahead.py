@@ -1,0 +1,41 @@
+"""Dispatching ahead: while the device computes one piece of work, the next is being built."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+
+
+class Ahead:
+    """Keeps at most one piece of prefill under way on the device when `start` returns.
+
+    `on_done` hears of pieces in their order, each when a later one is started: its tokens and the
+    seconds that it took, counted from when the device was free for it.
+    """
+
+    def __init__(
+        self, on_done: Callable[[int, float], None] = lambda tokens, seconds: None
+    ) -> None:
+        self._on_done = on_done
+        self._under_way: _Piece | None = None
+        self._free_at = 0.0
+
+    def start(self, results: Sequence[mx.array], tokens: int) -> None:
+        """Dispatch a piece that computes `tokens` into `results`; wait for the piece before it."""
+        begun = time.perf_counter()
+        # A copy of one number: a reference to a result would keep it from being written in place.
+        mark = results[-1][(slice(0, 1),) * results[-1].ndim].astype(mx.float32) + 0
+        mx.async_eval(*results, mark)
+        before, self._under_way = self._under_way, _Piece(mark, tokens, begun)
+        if before is not None:
+            mx.eval(before.mark)
+            done = time.perf_counter()
+            self._on_done(before.tokens, done - max(before.begun, self._free_at))
+            self._free_at = done
+
+
+class _Piece(NamedTuple):
+    mark: mx.array
+    tokens: int
+    begun: float
