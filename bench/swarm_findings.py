@@ -209,7 +209,6 @@ class Gap(Struct, frozen=True, kw_only=True, tag=True):
 
     agents: int
     prompt: int
-    chunk: int
     steps: tuple[float, ...]
     gaps: tuple[float, ...]
     prefill_seconds: tuple[float, ...]

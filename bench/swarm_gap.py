@@ -11,7 +11,7 @@ import anyio
 from bench.swarm_clients import Clients, brokered
 from bench.swarm_findings import Gap
 from bench.swarm_setup import Setup, Supply, Tokens, supply
-from mlx_swarm.broker.broker import PREFILL_CHUNK, Broker
+from mlx_swarm.broker.broker import Broker
 from mlx_swarm.broker.request import Delta, Request
 
 
@@ -44,7 +44,6 @@ def gap(setup: Setup, sizes: GapSizes) -> Iterator[Gap]:
     yield Gap(
         agents=sizes.agents,
         prompt=sizes.prompt,
-        chunk=PREFILL_CHUNK,
         steps=tuple(1e3 * each.step for each in seen),
         gaps=tuple(1e3 * each.gap for each in seen),
         prefill_seconds=tuple(each.prefill for each in seen),

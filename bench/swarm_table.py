@@ -166,7 +166,7 @@ def _overhead(found: Overhead) -> Iterable[Cells]:
 
 def _gap(found: Gap) -> Iterable[Cells]:
     for step, gap, seconds in zip(found.steps, found.gaps, found.prefill_seconds, strict=True):
-        setting = f"{found.agents} agents, {found.prompt:,} tokens in chunks of {found.chunk}"
+        setting = f"{found.agents} agents, {found.prompt:,} tokens"
         yield [setting, f"{step:.1f}", f"{gap:.1f}", f"{gap / step:.2f}", f"{seconds:.2f}"]
 
 

@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from .engine.loop import EngineLoop, EngineStatistics
     from .models import LoadedModel, Progress, Rendered
 
-PREFILL_CHUNK = 512
-FREE_SECONDS = 0.25
-"""Prompt tokens between two decode steps, and what prefill may take at once without any."""
-
 CLOSED_IN_LOADING = "the broker was closed while its model was loading"
 SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 SIZE_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -46,9 +42,9 @@ class Broker:
     or as text ("2GiB", "512MB"); `memory` bounds weights, cache and running requests together
     (default: what the device has), and requests wait for it in their order. At most `max_rows`
     requests run at a time; between two decode steps at most `prefill_chunk` prompt tokens are
-    computed (default: 512, and as many as a quarter of a second is enough for while nothing
-    decodes). `trace` is a file for the trace events; `progress` is called, in the engine thread,
-    while the model loads.
+    computed (default: as many as let running requests wait for 3.5 steps at most, by what was
+    measured; while nothing decodes, a quarter of a second's worth). `trace` is a file for the
+    trace events; `progress` is called, in the engine thread, while the model loads.
 
     An async context manager: entering loads the model, leaving ends everything, also what is still
     being streamed. Raises `InvalidSetting`, and `BackendMissing` where MLX is not installed.
@@ -68,16 +64,17 @@ class Broker:
     ) -> None:
         self._ram = parse_size(ram)
         self._memory = 0 if memory is None else parse_size(memory)
-        chunk = PREFILL_CHUNK if prefill_chunk is None else prefill_chunk
-        for name, value in (("max_rows", max_rows), ("prefill_chunk", chunk)):
+        counts = {"max_rows": max_rows}
+        if prefill_chunk is not None:
+            counts["prefill_chunk"] = prefill_chunk
+        for name, value in counts.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InvalidSetting(f"{name} is {value!r}; it must be at least 1, and whole")
         require_mlx()
         self._model = model
         self._dtype = dtype
         self._max_rows = max_rows
-        self._prefill_chunk = chunk
-        self._free_seconds = FREE_SECONDS if prefill_chunk is None else 0.0
+        self._prefill_chunk = prefill_chunk
         self._trace = trace
         self._progress = progress
         self._ids = itertools.count(1)
@@ -175,9 +172,7 @@ class Broker:
         )
         try:
             model = self._load(report)
-            settings = EngineSettings(
-                self._ram, self._max_rows, self._prefill_chunk, self._memory, self._free_seconds
-            )
+            settings = EngineSettings(self._ram, self._max_rows, self._prefill_chunk, self._memory)
             with runnable(model.name):
                 engine = EngineLoop(model, recorder, settings)
         except BaseException:

@@ -81,7 +81,7 @@ class BatchLane:
         self._self_test = self_test(model.model)
         self._verdict = batch_test(model.model, model.make_caches)
         layout = self._verdict.layout
-        self._ahead = Ahead(pace.note) if pace is not None else Ahead()
+        self._ahead = Ahead(pace.note_prefill) if pace is not None else Ahead()
         self._shared = (
             SharedDecoder(model, cache, self._verdict, self._ahead) if layout is not None else None
         )

@@ -13,6 +13,7 @@ from ..cache import kinds
 from ..cache.layout import Layout, StateLeaf, TokenLeaf
 from .batch_caches import Asked
 from .decode_batch import DecodeBatch, PrefillLimits
+from .rehearsal import rehearse
 from .seat import Seat
 from .self_test import FLOOR, NOISE, PROMPT, SelfTest, size
 from .shared_attention import KERNEL, Implementation, warm_up
@@ -25,8 +26,8 @@ PLAIN_REST = 256
 SCORE_BYTES = 128 << 20
 """Bytes of the scores that one layer keeps at a time."""
 
-SHARED = 6
-ROWS = (PROMPT, (*PROMPT[:SHARED], 8, 8), PROMPT[: SHARED + 1])
+COMMON = PROMPT + PROMPT
+ROWS = ((*COMMON, 2, 7), (*COMMON, 8, 8, 1), (*COMMON, 5))
 NEXT = 7
 
 
@@ -68,7 +69,10 @@ def batch_test(model: Any, make_caches: Callable[[], list[Any]]) -> BatchVerdict
         return BatchVerdict(SelfTest(False, reason, error_size, tolerance), fallback=layout)
     passed = SelfTest(True, "", error_size, tolerance)
     served = [warm_up(each.geometry, sinks=each.sinks, window=each.window) for each in asked]
-    return BatchVerdict(passed, layout, tuple(sorted(set(served))), _prefill_limits(asked, served))
+    limits = _prefill_limits(asked, served)
+    if limits.tokens == KERNEL_REST and not layout.has_state:
+        rehearse(model, layout, limits, [_common(filled, layout)], got.shape[-1])
+    return BatchVerdict(passed, layout, tuple(sorted(set(served))), limits)
 
 
 def unsupported(layout: Layout) -> str:
@@ -99,7 +103,7 @@ def _batched(
     """Logits of one step of all rows, the first of them over one span where there is KV."""
     path: list[Piece] = []
     if any(isinstance(leaf, TokenLeaf) for leaf in layout.leaves):
-        path = [Piece(kinds.seal(filled[0], layout, 0, SHARED), 0, SHARED)]
+        path = [_common(filled, layout)]
     batch = DecodeBatch(model, layout)
     for prompt, caches in zip(ROWS, filled, strict=True):
         seat = Seat(
@@ -114,6 +118,10 @@ def _batched(
         batch.add(seat)
     logits, asked = batch.probe()
     return logits.astype(mx.float32), asked
+
+
+def _common(filled: Sequence[list[Any]], layout: Layout) -> Piece:
+    return Piece(kinds.seal(filled[0], layout, 0, len(COMMON)), 0, len(COMMON))
 
 
 def _filled(model: Any, prompt: Sequence[int], caches: list[Any]) -> list[Any]:

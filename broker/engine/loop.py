@@ -45,17 +45,20 @@ class EngineStatistics(Struct, frozen=True, kw_only=True):
     memory: LedgerStatistics
 
 
+PREFILL_CHUNK = 512
+"""Prompt tokens computed at once while nothing is known about the machine's speed."""
+
+
 class EngineSettings(NamedTuple):
     """`ram` and `memory` are in bytes, `prefill_chunk` in tokens. `ram` is for the prompt cache,
-    `memory` for everything; 0 takes the limit from the device. While nothing decodes, prefill takes
-    as many tokens at once as `free_seconds` are enough for, `prefill_chunk` at least.
+    `memory` for everything; 0 takes the limit from the device. Without `prefill_chunk` chunks are
+    sized by time (`Pace`).
     """
 
     ram: int
     max_rows: int
-    prefill_chunk: int
+    prefill_chunk: int | None
     memory: int = 0
-    free_seconds: float = 0.0
 
 
 class EngineLoop:
@@ -70,19 +73,20 @@ class EngineLoop:
         self.ledger = Ledger(settings.memory or device_limit())
         self.ledger.charge(Purpose.WEIGHTS, weight_bytes(model))
         self.cache = PromptCache(settings.ram, ledger=self.ledger, trace=recorder)
-        self._pace = Pace(settings.prefill_chunk, settings.free_seconds)
+        self._pace = Pace(PREFILL_CHUNK, settings.prefill_chunk)
         self.lane = BatchLane(model, self.cache, settings.max_rows, self._pace)
         self.scheduler = Scheduler(
             self.cache.peek_prefix_len,
             max_rows=settings.max_rows,
-            prefill_chunk=settings.prefill_chunk,
+            chunk=lambda decoding: self._pace.chunk(decoding=decoding),
             exact_stops=not all(type(cache) is KVCache for cache in model.make_caches()),
             has_memory=lambda request: self._memory.is_granted(self._rows[request]),
             computed=self._computed if self.lane.donates else None,
-            free_chunk=self._pace.tokens,
         )
         self._memory = RowMemory(self.ledger, self.cache, self._kv_bytes)
         self._rows: dict[RequestId, Row] = {}
+        self._stepped = False
+        """Whether the last piece of work was a decode step."""
         self._usage = Usage()
 
     def submit(self, submission: Submission) -> None:
@@ -208,6 +212,7 @@ class EngineLoop:
 
     def _prefill(self, parts: Sequence[Part]) -> None:
         """Long prompts one after the other, what is to be computed in the batch in one go."""
+        self._stepped = False
         together: list[tuple[Row, int]] = []
         for request, _, stop in parts:
             row = self._rows[request]
@@ -283,6 +288,8 @@ class EngineLoop:
             return
         now = self._recorder.now()
         if tokens:
+            self._pace.note_step(now - began, alone=self._stepped)
+            self._stepped = True
             self._emit(events.DecodeStep, rows=len(tokens), seconds=now - began)
         for token in tokens:
             row = token.row

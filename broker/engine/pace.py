@@ -1,28 +1,62 @@
-"""How many prompt tokens to compute at once, by how fast the last ones were. No MLX."""
+"""How many prompt tokens to compute at once, by how long they and decode steps take. No MLX."""
 
+import statistics
 from collections import deque
 
 LONGEST = 8192
 """Tokens computed at once at most, whatever the speed."""
 
+GRAIN = 128
+"""Chunks are multiples of this, so that few lengths are seen."""
+
+FREE_SECONDS = 0.25
+"""What prefill may take at once while nothing decodes: a cancellation waits for so long."""
+
+GAP = 3.5
+"""A running row waits for its next token, with a chunk between, so many steps at most."""
+
 REMEMBERED = 8
-"""The best of so many chunks is the speed: others may have had kernels to load first."""
+"""Pieces and steps that are looked back at."""
 
 
 class Pace:
-    """Gives a number of tokens that takes about `seconds`: a multiple of `chunk`, at least one."""
+    """Sizes chunks by time, or always gives `fixed` tokens; `first` until something is known."""
 
-    def __init__(self, chunk: int, seconds: float) -> None:
-        self._chunk = chunk
-        self._seconds = seconds
+    def __init__(self, first: int, fixed: int | None = None) -> None:
+        self._first = first
+        self._fixed = fixed
         self._rates: deque[float] = deque(maxlen=REMEMBERED)
+        self._steps: deque[float] = deque(maxlen=REMEMBERED)
+        self._stepped = False
 
-    def note(self, tokens: int, seconds: float) -> None:
-        """So many tokens were computed in so many seconds."""
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """A piece of so many tokens took so long, decode steps in between included."""
+        if self._stepped and self._steps:
+            seconds = max(seconds - self._step(), seconds / 4)
+        self._stepped = False
         if seconds > 0:
             self._rates.append(tokens / seconds)
 
-    def tokens(self) -> int:
-        """Tokens to compute at once."""
-        affordable = min(max(self._rates, default=0.0) * self._seconds, LONGEST)
-        return max(1, int(affordable) // self._chunk) * self._chunk
+    def note_step(self, seconds: float, *, alone: bool) -> None:
+        """A decode step took so long; `alone` if no prefill was under way."""
+        self._stepped = True
+        if alone:
+            self._steps.append(seconds)
+
+    def chunk(self, *, decoding: bool) -> int:
+        """Tokens to compute at once; with `decoding`, until the next decode step."""
+        if self._fixed is not None:
+            return self._fixed
+        if not decoding:
+            # The fastest of the last pieces: others may have had kernels to load first.
+            return self._rounded(max(self._rates, default=0.0) * FREE_SECONDS, self._first)
+        if not self._rates or not self._steps:
+            return self._first
+        affordable = statistics.median(list(self._rates)[-3:]) * (GAP - 1) * self._step()
+        return self._rounded(affordable, GRAIN)
+
+    def _step(self) -> float:
+        return statistics.median(self._steps)
+
+    def _rounded(self, tokens: float, least: int) -> int:
+        return max(least, int(min(tokens, LONGEST)) // GRAIN * GRAIN)

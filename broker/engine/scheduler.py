@@ -2,7 +2,7 @@
 
 Requests are admitted in order of arrival, up to `max_rows` at a time. Prefill goes by chunks, in
 order of admission, short rests of several prompts in one; a decode step of all running rows comes
-after every `prefill_chunk` prompt tokens at the latest.
+after every chunk of prompt tokens at the latest.
 
 Single-flight: a request waits while a request that is being prefilled (its *leader*) will store a
 longer prefix of its prompt than memory holds. The leader stops exactly where the two part and
@@ -133,7 +133,8 @@ class Scheduler:
     says whether a request may run now; those behind it wait as well, so that nobody is overtaken
     for ever. With `exact_stops` (models whose state serves one length only) no stop is left out for
     a later one nearby. `computed(request)` are the tokens that a decoding row could store, none by
-    default. `free_chunk()` is how many prompt tokens to compute at once while nothing decodes.
+    default. `chunk(decoding)` is how many prompt tokens to compute at once: while rows decode, that
+    is between two steps.
     """
 
     def __init__(
@@ -141,19 +142,17 @@ class Scheduler:
         known: Callable[[Tokens, str], int],
         *,
         max_rows: int,
-        prefill_chunk: int,
+        chunk: Callable[[bool], int],
         minimum_shared: int = MINIMUM_SHARED_TOKENS,
         exact_stops: bool = False,
         has_memory: Callable[[RequestId], bool] = lambda request: True,
         computed: Callable[[RequestId], Tokens] | None = None,
-        free_chunk: Callable[[], int] | None = None,
     ) -> None:
         self._known = known
         self._has_memory = has_memory
         self._max_rows = max_rows
-        self._prefill_chunk = prefill_chunk
+        self._chunk = chunk
         self._computed = computed
-        self._free_chunk = free_chunk or (lambda: prefill_chunk)
         self._minimum_shared = max(minimum_shared, 1)
         self._reach = 0 if exact_stops else self._minimum_shared - 1
         self._entries: dict[RequestId, _Entry] = {}
@@ -292,7 +291,7 @@ class Scheduler:
         return Store(entry.request, entry.wanted_tokens()) if entry is not None else None
 
     def _compute(self) -> Work | None:
-        chunk = self._prefill_chunk if self._decoding else self._free_chunk()
+        chunk = self._chunk(bool(self._decoding))
         spent = self._since_decode if self._decoding else 0
         parts: list[Part] = []
         for entry in self._prefilling:

@@ -25,8 +25,8 @@ ROOM_SHARE = 8
 SIZE_STEPS = 16
 """Sizes of slabs between two powers of two: few shapes, and at most 1/16 wasted."""
 
-MOVES_KEPT = 32
-"""Moves after which MLX's pool is emptied."""
+POOL_SHARE = 2
+"""MLX's pool is emptied when it holds more than one part in so many of what is in use."""
 
 
 class SlabStatistics(Struct, frozen=True, kw_only=True):
@@ -235,8 +235,8 @@ class TailSlabs:
         self._measure()
         self._gather(np.concatenate(source))
         self._moves += 1
-        if self._moves % MOVES_KEPT == 0:
-            # Every size of slab that was given up stays in MLX's pool until then.
+        # Every size of slab that was given up stays in MLX's pool; emptying it takes long.
+        if mx.get_cache_memory() > mx.get_active_memory() // POOL_SHARE:
             mx.clear_cache()
 
     def _gather(self, source: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:

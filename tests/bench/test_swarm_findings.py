@@ -86,7 +86,6 @@ def gap() -> Gap:
     return Gap(
         agents=8,
         prompt=16,
-        chunk=4,
         steps=(10.0, 10.0),
         gaps=(30.0, 50.0),
         prefill_seconds=(1.0, 1.0),

@@ -40,7 +40,7 @@ class FakeEngine:
         self.scheduler = Scheduler(
             self.known,
             max_rows=max_rows,
-            prefill_chunk=prefill_chunk,
+            chunk=lambda decoding: prefill_chunk,
             minimum_shared=minimum_shared,
             computed=self.held if lasting else None,
         )
