@@ -43,7 +43,7 @@ class Broker:
     (default: what the device has), and requests wait for it in their order. At most `max_rows`
     requests run at a time; between two decode steps at most `prefill_chunk` prompt tokens are
     computed (default: as many as let running requests wait for 3.5 steps at most, by what was
-    measured; while nothing decodes, a quarter of a second's worth). `trace` is a file for the
+    measured; while nothing decodes, half a second's worth). `trace` is a file for the
     trace events; `progress` is called, in the engine thread, while the model loads.
 
     An async context manager: entering loads the model, leaving ends everything, also what is still

@@ -85,8 +85,6 @@ class EngineLoop:
         )
         self._memory = RowMemory(self.ledger, self.cache, self._kv_bytes)
         self._rows: dict[RequestId, Row] = {}
-        self._stepped = False
-        """Whether the last piece of work was a decode step."""
         self._usage = Usage()
 
     def submit(self, submission: Submission) -> None:
@@ -212,7 +210,6 @@ class EngineLoop:
 
     def _prefill(self, parts: Sequence[Part]) -> None:
         """Long prompts one after the other, what is to be computed in the batch in one go."""
-        self._stepped = False
         together: list[tuple[Row, int]] = []
         for request, _, stop in parts:
             row = self._rows[request]
@@ -288,8 +285,7 @@ class EngineLoop:
             return
         now = self._recorder.now()
         if tokens:
-            self._pace.note_step(now - began, alone=self._stepped)
-            self._stepped = True
+            self._pace.note_step(now - began)
             self._emit(events.DecodeStep, rows=len(tokens), seconds=now - began)
         for token in tokens:
             row = token.row

@@ -6,10 +6,10 @@ from collections import deque
 LONGEST = 8192
 """Tokens computed at once at most, whatever the speed."""
 
-GRAIN = 128
+GRAIN = 256
 """Chunks are multiples of this, so that few lengths are seen."""
 
-FREE_SECONDS = 0.25
+FREE_SECONDS = 0.5
 """What prefill may take at once while nothing decodes: a cancellation waits for so long."""
 
 GAP = 3.5
@@ -37,11 +37,10 @@ class Pace:
         if seconds > 0:
             self._rates.append(tokens / seconds)
 
-    def note_step(self, seconds: float, *, alone: bool) -> None:
-        """A decode step took so long; `alone` if no prefill was under way."""
+    def note_step(self, seconds: float) -> None:
+        """A decode step took so long, from its dispatch to the tokens of the step before it."""
         self._stepped = True
-        if alone:
-            self._steps.append(seconds)
+        self._steps.append(seconds)
 
     def chunk(self, *, decoding: bool) -> int:
         """Tokens to compute at once; with `decoding`, until the next decode step."""
