@@ -1,0 +1,232 @@
+"""Which files there are, how they hang together, and which goes first. No I/O.
+
+A file hangs on another at any token of it: a walk compares the tokens of a prompt with those of
+every file it passes, so no hash decides what matches. The caller locks.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator
+
+from ..layout import Layout
+from ..prefix_hash import Tokens
+from .record import Chain, Link, Record
+
+NO_TOKEN = -1
+"""Stands for the first token of a file that holds a checkpoint alone."""
+
+
+MIN_QUEUE = 1024
+"""Outdated places in the order of eviction that are not worth tidying up."""
+
+
+class Index:
+    """The records of a folder. Those whose parent is missing are orphans: never found."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.newest_ns = 0
+        """The latest use of any file, so that a clock going back does not reorder them."""
+        self.layouts: list[Layout] = []
+        self._numbers: dict[Layout, int] = {}
+        self._records: dict[str, Record] = {}
+        self._places: dict[tuple[str, int, int], list[Record]] = {}
+        self._starts: dict[str, Counter[int]] = {}
+        self._children: dict[str, set[str]] = {}
+        self._orphans: set[str] = set()
+        self._order: list[tuple[int, int, str]] = []
+        self._reading: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._records
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._records.values())
+
+    @property
+    def orphans(self) -> int:
+        """Files that nothing can be restored from."""
+        return len(self._orphans)
+
+    def get(self, key: str) -> Record | None:
+        """The record of a name."""
+        return self._records.get(key)
+
+    def number_of(self, layout: Layout) -> int:
+        """The number of a layout, a new one if need be."""
+        if layout not in self._numbers:
+            self._numbers[layout] = len(self.layouts)
+            self.layouts.append(layout)
+        return self._numbers[layout]
+
+    def add(self, record: Record) -> None:
+        """Take a file in, instead of one of the same name."""
+        if record.key in self._records:
+            self._unlink(self._records[record.key])
+        self._records[record.key] = record
+        self.bytes += record.size
+        self.newest_ns = max(self.newest_ns, record.used_ns)
+        self._children.setdefault(record.parent, set()).add(record.key)
+        self._places.setdefault(_place(record), []).append(record)
+        self._starts.setdefault(record.parent, Counter())[record.start] += 1
+        if self._hangs(record):
+            self._adopt(record)
+        else:
+            self._orphans.add(record.key)
+        self._queue(record)
+
+    def remove(self, record: Record) -> None:
+        """Forget a file; those below it become orphans."""
+        if self._records.get(record.key) is not record:
+            return
+        self._unlink(record)
+        self._orphans.discard(record.key)
+        todo = [record.key]
+        while todo:
+            for key in self._children.get(todo.pop(), ()):
+                if key not in self._orphans:
+                    self._orphans.add(key)
+                    todo.append(key)
+        parent = self._records.get(record.parent)
+        if parent is not None:
+            self._queue(parent)
+
+    def use(self, record: Record, now_ns: int) -> None:
+        """A file was used just now."""
+        self.newest_ns = record.used_ns = max(now_ns, self.newest_ns)
+        self._queue(record)
+
+    def pin(self, record: Record) -> None:
+        """Keep a file until `unpin`: it is read, or something is about to hang on it."""
+        self._reading[record.key] += 1
+
+    def unpin(self, record: Record) -> None:
+        """Undo one `pin`."""
+        self._reading[record.key] -= 1
+        if not self._reading[record.key]:
+            del self._reading[record.key]
+            self._queue(record)
+
+    def victim(self) -> Record | None:
+        """The file to let go first: an orphan, else the least recently used that nothing hangs on.
+
+        None if all are being read.
+        """
+        for key in self._orphans:
+            if self._may_go(key):
+                return self._records[key]
+        while self._order:
+            used_ns, _, key = self._order[0]
+            record = self._records.get(key)
+            if record is not None and record.used_ns == used_ns and self._may_go(key):
+                return record
+            heapq.heappop(self._order)
+        return None
+
+    def chains(self, namespace: str, tokens: Tokens) -> Iterator[Chain]:
+        """Every way to follow a prompt that no other extends."""
+        todo: list[tuple[str, Chain]] = [(namespace, Chain(Layout(()), (), {}))]
+        while todo:
+            parent, chain = todo.pop()
+            chain = self._marked(parent, chain)
+            extends = False
+            for record in self._below(parent, chain.stop, tokens):
+                layout = self.layouts[record.layout]
+                agreed = record.start + record.agreement(tokens)
+                if agreed == record.start or (chain.links and layout != chain.layout):
+                    continue
+                above = chain.cut(record.start)
+                link = Link(record, record.start, agreed)
+                todo.append((record.key, Chain(layout, (*above.links, link), above.marks)))
+                extends = extends or record.start == chain.stop
+            if chain.links and not extends:
+                yield chain
+
+    def check_integrity(self) -> None:
+        """Assert that all parts agree."""
+        assert self.bytes == sum(record.size for record in self)
+        placed = [record for records in self._places.values() for record in records]
+        assert {id(record) for record in placed} == {id(record) for record in self}
+        assert len(placed) == len(self._records)
+        children = {key for keys in self._children.values() for key in keys}
+        assert children == self._records.keys()
+        for record in self:
+            assert (record.key in self._orphans) == (not self._hangs(record)), record
+        starts = Counter((record.parent, record.start) for record in self)
+        assert starts == {(p, at): n for p, all in self._starts.items() for at, n in all.items()}
+
+    def _below(self, parent: str, agreed: int, tokens: Tokens) -> Iterator[Record]:
+        """What hangs on a file up to a token of it and begins as the prompt goes on."""
+        for start in self._starts.get(parent, ()):
+            if start <= agreed and start < len(tokens):
+                yield from self._places.get((parent, start, int(tokens[start])), ())
+
+    def _marked(self, parent: str, chain: Chain) -> Chain:
+        """A chain with all checkpoints of its last file, as far as the prompt follows it."""
+        if not chain.links or not chain.layout.has_state:
+            return chain
+        last = chain.links[-1]
+        marks = dict(chain.marks)
+        if last.record.has_checkpoint and last.stop == last.record.stop:
+            marks[last.stop] = last.record
+        for start in self._starts.get(parent, ()):
+            if last.start < start <= last.stop:
+                for record in self._places.get((parent, start, NO_TOKEN), ()):
+                    marks.setdefault(start, record)
+        return Chain(chain.layout, chain.links, marks)
+
+    def _hangs(self, record: Record) -> bool:
+        """Whether a chain without a gap leads to a file."""
+        if record.parent == record.namespace:
+            return record.start == 0
+        parent = self._records.get(record.parent)
+        if parent is None or parent.key in self._orphans:
+            return False
+        return parent.start < record.start <= parent.stop
+
+    def _adopt(self, record: Record) -> None:
+        """A file that hangs: so does what hangs on it."""
+        todo = [record]
+        while todo:
+            each = todo.pop()
+            self._orphans.discard(each.key)
+            below = (self._records[key] for key in self._children.get(each.key, ()))
+            todo.extend(r for r in below if r.key in self._orphans and self._hangs(r))
+
+    def _unlink(self, record: Record) -> None:
+        del self._records[record.key]
+        self.bytes -= record.size
+        siblings = self._children[record.parent]
+        siblings.discard(record.key)
+        if not siblings:
+            del self._children[record.parent]
+        place = _place(record)
+        self._places[place].remove(record)
+        if not self._places[place]:
+            del self._places[place]
+        starts = self._starts[record.parent]
+        starts[record.start] -= 1
+        if not starts[record.start]:
+            del starts[record.start]
+        if not starts:
+            del self._starts[record.parent]
+
+    def _may_go(self, key: str) -> bool:
+        return key in self._records and key not in self._children and key not in self._reading
+
+    def _queue(self, record: Record) -> None:
+        if not self._may_go(record.key):
+            return
+        if len(self._order) > 2 * len(self._records) + MIN_QUEUE:
+            leaves = (each for each in self if self._may_go(each.key))
+            self._order = [(each.used_ns, -each.stop, each.key) for each in leaves]
+            heapq.heapify(self._order)
+        heapq.heappush(self._order, (record.used_ns, -record.stop, record.key))
+
+
+def _place(record: Record) -> tuple[str, int, int]:
+    first = int.from_bytes(record.tokens[:4], "little") if record.tokens else NO_TOKEN
+    return record.parent, record.start, first
