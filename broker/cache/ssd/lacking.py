@@ -50,9 +50,11 @@ def first_lacking(chain: Chain, offered: Iterable[Held], length: int) -> int | N
 
 
 def files_of(
-    chain: Chain, pieces: Pieces, start: int, namespace: str, tokens: Tokens
+    chain: Chain, pieces: Pieces, start: int | None, namespace: str, tokens: Tokens
 ) -> list[tuple[Header, Sequence[Rows]]]:
     """The files that make up for what is lacking from `start` on, in order, with their rows."""
+    if start is None:
+        return []
     length = len(tokens)
     files: list[tuple[Header, Sequence[Rows]]] = []
     parent = next((link.record.key for link in chain.links if link.start < start <= link.stop), "")

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
-from ...errors import CacheError, ColdStoreRefused, CorruptFile, ForeignFile
+from ...errors import CacheError, ColdStoreBusy, ColdStoreRefused, CorruptFile, ForeignFile
 from ..cold import ColdMatch, ColdWrite, Flushed, Restored
 from ..layout import Layout
 from ..prefix_hash import Tokens
@@ -75,6 +75,8 @@ class SsdStore:
         self._touched: dict[str, int] = {}
         self._changes = 0
         self._is_failing = False
+        self._is_synced = True
+        """Whether all names in the folder would survive a crash."""
         self._folder_lock = FolderLock(self._disk, self.folder)
         self._identity: tuple[int, int] | None = None
         reason = self._open()
@@ -142,9 +144,10 @@ class SsdStore:
             start = first_lacking(chain, write.lease.ranges, len(write.tokens))
             if start is not None and not write.lease.ranges:
                 start = 0
-            if start is None or (start == len(write.tokens) and not layout.has_state):
+            if start is None and self._is_synced:
                 write.done(None)
                 return
+            start = len(write.tokens) if start is None else start
             self._require_room(write, layout, start)
             pinned = self._pin(chain)
         try:
@@ -246,6 +249,8 @@ class SsdStore:
         try:
             self._reopen_if_replaced()
             self._write(job)
+        except ColdStoreBusy:
+            raise
         except Exception as error:
             self._counts["write_failures"] += 1
             if not self._is_failing:
@@ -262,19 +267,19 @@ class SsdStore:
             chain = best_chain(self._index, namespace, tokens, job.pieces.layout)
             spans = job.pieces.pieces
             start = first_lacking(chain, spans, len(tokens))
-            if start is None:
-                return
-            offered = spans[0].start if spans else len(tokens)
-            if start < offered:
-                raise CacheError(f"tokens [{start}, {offered}) have left the cold store meanwhile")
+            if start is not None and start > chain.stop:
+                raise ColdStoreBusy(f"tokens [{chain.stop}, {start}) have left the cold store")
             pins = ExitStack()
             pins.callback(self._pin(chain))
         with pins:
             for header, rows in files_of(chain, job.pieces, start, namespace, tokens):
                 self._make_room(file_bytes(header))
+                self._is_synced = False
                 write_file(self._disk, self.folder, header, rows)
                 pins.callback(self._enter(header))
-            self._disk.sync_folder(self.folder)
+            if not self._is_synced:
+                self._disk.sync_folder(self.folder)
+                self._is_synced = True
 
     def _enter(self, header: Header) -> Callable[[], None]:
         """Take a new file into the index, pinned until what is returned is called."""
