@@ -75,8 +75,8 @@ class ColdStore(Protocol):
         """
         ...
 
-    def covers(self, tokens: Tokens, namespace: str, with_state: bool) -> bool:
-        """Whether it has all of `tokens`, and the checkpoint there if asked for."""
+    def covers(self, tokens: Tokens, namespace: str, is_usable: bool) -> bool:
+        """Whether it has all of `tokens`, and can restore exactly those if that is asked for."""
         ...
 
     def restore(self, match: ColdMatch) -> Restored:

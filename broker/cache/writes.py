@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ..errors import ColdStoreBusy, ColdStoreRefused
 from ..trace.events import Spilled
 from .cold import ColdStore, ColdWrite
+from .extents import ExtentRange
 from .lease import Lender, PromptLease
 from .naming import name_of
 from .node import Node
@@ -195,11 +196,17 @@ class ColdWrites:
 
     def _still_has(self, node: Node) -> bool:
         try:
-            tokens, with_state = node.tree.tokens_of(node), node.checkpoint is not None
-            return self._store.covers(tokens, node.tree.namespace, with_state)
+            tokens = node.tree.tokens_of(node)
+            return self._store.covers(tokens, node.tree.namespace, _is_usable(node))
         except Exception:
             _log.exception("the cold store failed to say what it has")
             return False
+
+
+def _is_usable(node: Node) -> bool:
+    """Whether a sequence could be restored where the node ends, if nothing of it is lacking."""
+    has_state = isinstance(node.span, ExtentRange) and node.span.extent.layout.has_state
+    return node.checkpoint is not None or not has_state
 
 
 class _Write(NamedTuple):

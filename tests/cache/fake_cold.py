@@ -48,7 +48,7 @@ class FakeColdStore:
                     best = ColdMatch(name=name, length=size, bytes=nbytes)
         return best
 
-    def covers(self, tokens: Array, namespace: str, with_state: bool) -> bool:
+    def covers(self, tokens: Array, namespace: str, is_usable: bool) -> bool:
         return any(
             entry.namespace == namespace and np.array_equal(entry.tokens[: len(tokens)], tokens)
             for entry in self.entries.values()

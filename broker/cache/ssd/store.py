@@ -19,11 +19,11 @@ from .disk import Disk
 from .files import write_file
 from .header import Header, file_bytes
 from .index import Index
-from .lacking import best_chain, files_of, first_lacking
+from .lacking import Lacking, files_of, lacking_of
 from .lock import FolderLock
 from .names import QUARANTINE, SUFFIX, VERSION, namespace_key, path_of
 from .opening import fill
-from .pieces import layout_of_write, pieces_of
+from .pieces import Pieces, layout_of_write, pieces_of
 from .reader import Reader, UnusableFile
 from .record import Chain, Record, bytes_of, needed_runs
 from .writer import Job, Writer
@@ -107,12 +107,12 @@ class SsdStore:
             self._counts["hits"] += 1
             return _match(best.cut(length), min(held, length), length)
 
-    def covers(self, tokens: Tokens, namespace: str, with_state: bool) -> bool:
-        """Whether it has all of `tokens`, and the checkpoint there if asked for."""
+    def covers(self, tokens: Tokens, namespace: str, is_usable: bool) -> bool:
+        """Whether it has all of `tokens`, and can restore them if asked for."""
         size = len(tokens)
         with self._lock:
             return any(
-                chain.stop == size and (not with_state or size in chain.marks)
+                chain.stop == size and (not is_usable or chain.usable(size) == size)
                 for chain in self._index.chains(namespace_key(namespace), tokens)
             )
 
@@ -140,10 +140,8 @@ class SsdStore:
             raise ColdStoreRefused(f"{self.folder} is only read by this process")
         layout = layout_of_write(write)
         with self._lock:
-            chain = best_chain(self._index, write.namespace, write.tokens, layout)
-            start = first_lacking(chain, write.lease.ranges, len(write.tokens))
-            if start is not None and not write.lease.ranges:
-                start = 0
+            offered = write.lease.ranges
+            chain, start = lacking_of(self._index, write.namespace, write.tokens, layout, offered)
             if start is None and self._is_synced:
                 write.done(None)
                 return
@@ -264,15 +262,13 @@ class SsdStore:
     def _write(self, job: Job) -> None:
         namespace, tokens = job.write.namespace, job.write.tokens
         with self._lock:
-            chain = best_chain(self._index, namespace, tokens, job.pieces.layout)
-            spans = job.pieces.pieces
-            start = first_lacking(chain, spans, len(tokens))
-            if start is not None and start > chain.stop:
-                raise ColdStoreBusy(f"tokens [{chain.stop}, {start}) have left the cold store")
+            layout, offered = job.pieces.layout, job.pieces.pieces
+            lacking = lacking_of(self._index, namespace, tokens, layout, offered)
+            _require_no_gap(lacking, job.pieces)
             pins = ExitStack()
-            pins.callback(self._pin(chain))
+            pins.callback(self._pin(lacking.chain))
         with pins:
-            for header, rows in files_of(chain, job.pieces, start, namespace, tokens):
+            for header, rows in files_of(lacking, job.pieces, namespace, tokens):
                 self._make_room(file_bytes(header))
                 self._is_synced = False
                 write_file(self._disk, self.folder, header, rows)
@@ -413,6 +409,16 @@ class SsdStore:
         except OSError as error:
             _log.warning("cannot save the index of %s: %s", self.folder, error)
         self._changes = 0
+
+
+def _require_no_gap(lacking: Lacking, pieces: Pieces) -> None:
+    """Raise `ColdStoreBusy` if the store lacks more by now than when the write was taken."""
+    chain, start = lacking
+    if start is None or (pieces.pieces and pieces.pieces[0].start <= start <= chain.stop):
+        return
+    if not pieces.pieces and start == chain.stop:
+        return
+    raise ColdStoreBusy(f"what precedes token {start} has left the cold store meanwhile")
 
 
 def _match(chain: Chain, start: int, length: int) -> Match:

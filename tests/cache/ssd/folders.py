@@ -208,7 +208,9 @@ def arrays(caches: Sequence[Any]) -> list[mx.array]:
 def identical(left: Sequence[Any], right: Sequence[Any]) -> bool:
     """Whether stock caches hold the same bits, in the same types."""
     pairs = list(zip(arrays(left), arrays(right), strict=True))
-    return all(
-        a.dtype == b.dtype and a.shape == b.shape and bytes(memoryview(a)) == bytes(memoryview(b))
-        for a, b in pairs
-    )
+    return all(a.dtype == b.dtype and a.shape == b.shape and _bits(a) == _bits(b) for a, b in pairs)
+
+
+def _bits(array: mx.array) -> bytes:
+    plain: Any = np.array(array.view(mx.uint8))
+    return bytes(plain.tobytes())
