@@ -30,9 +30,8 @@ class Index:
         self.layouts: list[Layout] = []
         self._numbers: dict[Layout, int] = {}
         self._records: dict[str, Record] = {}
-        self._places: dict[tuple[str, int, int], list[Record]] = {}
-        self._starts: dict[str, Counter[int]] = {}
-        self._children: dict[str, set[str]] = {}
+        self._below: dict[str, dict[int, dict[int, list[Record]]]] = {}
+        """What hangs on a file (or a namespace), by where, and by the first token."""
         self._orphans: set[str] = set()
         self._order: list[tuple[int, int, str]] = []
         self._reading: Counter[str] = Counter()
@@ -66,17 +65,22 @@ class Index:
         """Take a file in, instead of one of the same name."""
         if record.key in self._records:
             self._unlink(self._records[record.key])
-        self._records[record.key] = record
-        self.bytes += record.size
-        self.newest_ns = max(self.newest_ns, record.used_ns)
-        self._children.setdefault(record.parent, set()).add(record.key)
-        self._places.setdefault(_place(record), []).append(record)
-        self._starts.setdefault(record.parent, Counter())[record.start] += 1
+        self._link(record)
         if self._hangs(record):
             self._adopt(record)
         else:
             self._orphans.add(record.key)
         self._queue(record)
+
+    def fill(self, records: list[Record]) -> None:
+        """Take all files in, where none was."""
+        assert not self._records
+        # Parents first.
+        for record in sorted(records, key=lambda each: each.start):
+            self._link(record)
+            if not self._hangs(record):
+                self._orphans.add(record.key)
+        self._reorder()
 
     def remove(self, record: Record) -> None:
         """Forget a file; those below it become orphans."""
@@ -86,10 +90,10 @@ class Index:
         self._orphans.discard(record.key)
         todo = [record.key]
         while todo:
-            for key in self._children.get(todo.pop(), ()):
-                if key not in self._orphans:
-                    self._orphans.add(key)
-                    todo.append(key)
+            for below in self._children(todo.pop()):
+                if below.key not in self._orphans:
+                    self._orphans.add(below.key)
+                    todo.append(below.key)
         parent = self._records.get(record.parent)
         if parent is not None:
             self._queue(parent)
@@ -133,7 +137,7 @@ class Index:
             parent, chain = todo.pop()
             chain = self._marked(parent, chain)
             extends = False
-            for record in self._below(parent, chain.stop, tokens):
+            for record in self._following(parent, chain.stop, tokens):
                 layout = self.layouts[record.layout]
                 agreed = record.start + record.agreement(tokens)
                 if agreed == record.start or (chain.links and layout != chain.layout):
@@ -148,21 +152,23 @@ class Index:
     def check_integrity(self) -> None:
         """Assert that all parts agree."""
         assert self.bytes == sum(record.size for record in self)
-        placed = [record for records in self._places.values() for record in records]
+        placed = [record for parent in self._below for record in self._children(parent)]
         assert {id(record) for record in placed} == {id(record) for record in self}
         assert len(placed) == len(self._records)
-        children = {key for keys in self._children.values() for key in keys}
-        assert children == self._records.keys()
+        assert all(self._below.values())
         for record in self:
             assert (record.key in self._orphans) == (not self._hangs(record)), record
-        starts = Counter((record.parent, record.start) for record in self)
-        assert starts == {(p, at): n for p, all in self._starts.items() for at, n in all.items()}
+            assert record in self._below[record.parent][record.start][_first(record)]
 
-    def _below(self, parent: str, agreed: int, tokens: Tokens) -> Iterator[Record]:
+    def _following(self, parent: str, agreed: int, tokens: Tokens) -> Iterator[Record]:
         """What hangs on a file up to a token of it and begins as the prompt goes on."""
-        for start in self._starts.get(parent, ()):
+        for start, below in self._below.get(parent, _NOTHING).items():
             if start <= agreed and start < len(tokens):
-                yield from self._places.get((parent, start, int(tokens[start])), ())
+                yield from below.get(int(tokens[start]), ())
+
+    def _children(self, parent: str) -> list[Record]:
+        below = self._below.get(parent, _NOTHING).values()
+        return [record for at in below for records in at.values() for record in records]
 
     def _marked(self, parent: str, chain: Chain) -> Chain:
         """A chain with all checkpoints of its last file, as far as the prompt follows it."""
@@ -172,9 +178,9 @@ class Index:
         marks = dict(chain.marks)
         if last.record.has_checkpoint and last.stop == last.record.stop:
             marks[last.stop] = last.record
-        for start in self._starts.get(parent, ()):
+        for start, below in self._below.get(parent, _NOTHING).items():
             if last.start < start <= last.stop:
-                for record in self._places.get((parent, start, NO_TOKEN), ()):
+                for record in below.get(NO_TOKEN, ()):
                     marks.setdefault(start, record)
         return Chain(chain.layout, chain.links, marks)
 
@@ -193,40 +199,47 @@ class Index:
         while todo:
             each = todo.pop()
             self._orphans.discard(each.key)
-            below = (self._records[key] for key in self._children.get(each.key, ()))
+            below = self._children(each.key)
             todo.extend(r for r in below if r.key in self._orphans and self._hangs(r))
+
+    def _link(self, record: Record) -> None:
+        self._records[record.key] = record
+        self.bytes += record.size
+        self.newest_ns = max(self.newest_ns, record.used_ns)
+        at = self._below.setdefault(record.parent, {}).setdefault(record.start, {})
+        at.setdefault(_first(record), []).append(record)
 
     def _unlink(self, record: Record) -> None:
         del self._records[record.key]
         self.bytes -= record.size
-        siblings = self._children[record.parent]
-        siblings.discard(record.key)
-        if not siblings:
-            del self._children[record.parent]
-        place = _place(record)
-        self._places[place].remove(record)
-        if not self._places[place]:
-            del self._places[place]
-        starts = self._starts[record.parent]
-        starts[record.start] -= 1
-        if not starts[record.start]:
-            del starts[record.start]
-        if not starts:
-            del self._starts[record.parent]
+        below = self._below[record.parent]
+        at, first = below[record.start], _first(record)
+        at[first].remove(record)
+        if not at[first]:
+            del at[first]
+        if not at:
+            del below[record.start]
+        if not below:
+            del self._below[record.parent]
 
     def _may_go(self, key: str) -> bool:
-        return key in self._records and key not in self._children and key not in self._reading
+        return key in self._records and key not in self._below and key not in self._reading
 
     def _queue(self, record: Record) -> None:
         if not self._may_go(record.key):
             return
         if len(self._order) > 2 * len(self._records) + MIN_QUEUE:
-            leaves = (each for each in self if self._may_go(each.key))
-            self._order = [(each.used_ns, -each.stop, each.key) for each in leaves]
-            heapq.heapify(self._order)
+            self._reorder()
         heapq.heappush(self._order, (record.used_ns, -record.stop, record.key))
 
+    def _reorder(self) -> None:
+        leaves = (each for each in self if self._may_go(each.key))
+        self._order = [(each.used_ns, -each.stop, each.key) for each in leaves]
+        heapq.heapify(self._order)
 
-def _place(record: Record) -> tuple[str, int, int]:
-    first = int.from_bytes(record.tokens[:4], "little") if record.tokens else NO_TOKEN
-    return record.parent, record.start, first
+
+def _first(record: Record) -> int:
+    return int.from_bytes(record.tokens[:4], "little") if record.tokens else NO_TOKEN
+
+
+_NOTHING: dict[int, dict[int, list[Record]]] = {}

@@ -1,8 +1,10 @@
 """Finding out what a folder holds, from the sidecar where it is right, else from headers."""
 
+import gc
 import logging
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +13,7 @@ from . import sidecar
 from .disk import Disk, Facts
 from .files import read_header
 from .index import Index
-from .names import UNFINISHED, key_of
+from .names import SUFFIX, UNFINISHED, key_of
 from .record import Record
 
 _log = logging.getLogger(__name__)
@@ -28,21 +30,38 @@ class Opened(NamedTuple):
 
 def fill(index: Index, disk: Disk, folder: Path, *, may_remove: bool) -> Opened:
     """Put all files of a folder into an index; remove what a crash left unfinished."""
-    saved = sidecar.load(folder)
+    # Hundreds of thousands of objects come to stay: looking through them for garbage is in vain.
+    with _no_collection():
+        return _fill(index, disk, folder, may_remove)
+
+
+def _fill(index: Index, disk: Disk, folder: Path, may_remove: bool) -> Opened:
+    with ThreadPoolExecutor(1) as listing:
+        entries = listing.submit(lambda: list(disk.entries(folder)))
+        saved = sidecar.load(folder)
     known = {record.key: record for record in saved.records}
     numbers = [index.number_of(layout) for layout in saved.layouts]
     found = _Found(index, disk, folder, known, numbers)
-    for facts in disk.entries(folder):
+    for facts in entries.result():
         if facts.name.endswith(UNFINISHED):
             if may_remove:
                 with suppress(OSError):
                     disk.remove(folder / facts.name)
         else:
             found.take(facts)
-    # Parents first, so that nothing is taken for an orphan meanwhile.
-    for record in sorted(found.records, key=lambda each: each.start):
-        index.add(record)
+    index.fill(found.records)
     return Opened(found.foreign, found.unreadable, found.headers_read, found.corrupt)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Found:
@@ -62,14 +81,14 @@ class _Found:
 
     def take(self, facts: Facts) -> None:
         """Note one file."""
-        key = key_of(facts.name)
-        if key is None:
-            return
-        record = self._known.get(key)
+        record = self._known.get(facts.name.removesuffix(SUFFIX))
         if record is not None and (record.size, record.modified_ns) == facts[1:3]:
             record.layout = self._numbers[record.layout]
             record.used_ns = max(record.used_ns, facts.used_ns)
             self.records.append(record)
+            return
+        key = key_of(facts.name)
+        if key is None:
             return
         self._try(lambda: self.records.append(self._read(key, facts)), key)
 

@@ -207,7 +207,7 @@ def _described(disk: Disk, file: FileIO, record: Record) -> Described:
     """A file's header, which must still say what the index believes."""
     described = read_header(disk, file, record.key, record.size)
     header = described.header
-    mine = (record.namespace, record.parent, record.start, record.tokens, record.runs)
+    mine = (record.namespace, record.parent, record.start, bytes(record.tokens), record.runs)
     if (header.namespace, header.parent, header.start, header.tokens, header.runs) != mine:
         raise ForeignFile("another file under the same name")
     return described

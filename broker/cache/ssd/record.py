@@ -20,7 +20,7 @@ class Record(Struct, array_like=True, gc=False, eq=False, kw_only=True):
     namespace: str
     start: int
     stop: int
-    tokens: bytes
+    tokens: memoryview
     layout: int
     runs: tuple[Runs, ...]
     has_checkpoint: bool
@@ -39,7 +39,7 @@ class Record(Struct, array_like=True, gc=False, eq=False, kw_only=True):
             namespace=header.namespace,
             start=header.start,
             stop=header.stop,
-            tokens=header.tokens,
+            tokens=memoryview(header.tokens),
             layout=layout,
             runs=header.runs,
             has_checkpoint=header.has_checkpoint,

@@ -44,10 +44,11 @@ def save(disk: Disk, folder: Path, index: Index) -> None:
 def load(folder: Path) -> Sidecar:
     """What was written down, or nothing if there is nothing to be believed."""
     try:
-        data = (folder / SIDECAR).read_bytes()
+        # The tokens of records stay views of this.
+        data = memoryview((folder / SIDECAR).read_bytes())
         if data[:DIGEST_BYTES] != xxhash.xxh3_128_digest(data[DIGEST_BYTES:]):
             raise ValueError("its checksum is wrong")
-        found = msgspec.msgpack.decode(memoryview(data)[DIGEST_BYTES:], type=Sidecar)
+        found = msgspec.msgpack.decode(data[DIGEST_BYTES:], type=Sidecar)
     except FileNotFoundError:
         return Sidecar(FORMAT, (), [])
     except (OSError, ValueError) as error:
