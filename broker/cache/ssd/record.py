@@ -81,6 +81,11 @@ class Chain(NamedTuple):
         """How many tokens it agrees with."""
         return self.links[-1].stop if self.links else 0
 
+    @property
+    def records(self) -> set[Record]:
+        """Its files, those of checkpoints included."""
+        return {*(link.record for link in self.links), *self.marks.values()}
+
     def cut(self, length: int) -> "Chain":
         """The chain up to a length."""
         links = tuple(

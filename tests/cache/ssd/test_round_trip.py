@@ -23,7 +23,7 @@ from mlx_lm.models.cache import (
 from mlx_swarm.broker.cache.extents import ExtentRange
 from mlx_swarm.broker.cache.kinds import materialise
 from mlx_swarm.broker.cache.prompt_cache import PromptCache
-from mlx_swarm.broker.cache.ssd import SsdStore, header
+from mlx_swarm.broker.cache.ssd import SsdStore, header, pieces, reader
 from mlx_swarm.broker.cache.ssd.reader import Reader
 from tests.cache.helpers import put, taken
 from tests.cache.rows import FAMILIES, STATEFUL
@@ -97,6 +97,20 @@ def test_blocks_of_any_size(
             assert taken(cache, [*range(40), 7], family) == 40
             if family == "full":
                 assert taken(PromptCache(RAM, cold=store), [*range(23), 99], family) == 23
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_also_where_the_host_cannot_read_what_the_device_holds(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (pieces, reader):
+        monkeypatch.setattr(module, "is_host_memory", lambda: False)
+    stem = list(range(20))
+    store_all(tmp_path, [[*stem, 50, 51], [*stem, 60, 61, 62]], family)
+    with SsdStore(tmp_path, CAP) as store:
+        cache = PromptCache(RAM, cold=store)
+        for prompt in ([*stem, 50, 51, 7], [*stem, 60, 61, 62, 7]):
+            assert taken(cache, prompt, family) == len(prompt) - 1
 
 
 def test_a_shared_prefix_is_on_disk_once(tmp_path: Path) -> None:

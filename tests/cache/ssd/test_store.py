@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mlx_swarm.broker.cache.prompt_cache import PromptCache
 from mlx_swarm.broker.cache.ssd import SsdStore
+from mlx_swarm.broker.cache.ssd import folder as folder_module
 from mlx_swarm.broker.cache.ssd import store as store_module
 from mlx_swarm.broker.cache.ssd.disk import Disk
 from mlx_swarm.broker.cache.ssd.names import SIDECAR, UNFINISHED, VERSION
@@ -258,7 +259,7 @@ class TestIndex:
             found.append(fill(*given, **named))
             return found[-1]
 
-        monkeypatch.setattr(store_module, "fill", noted)
+        monkeypatch.setattr(folder_module, "fill", noted)
         with SsdStore(tmp_path, CAP):
             pass
         os.utime(files(tmp_path)[0])
