@@ -33,7 +33,10 @@ def _begin(spaces: Iterable[Space], writes: ColdWrites) -> bool:
     begun = False
     for space in spaces:
         on_the_way: set[Node] = set()
-        for node in list(_lacking(space, writes)):
+        lacking = list(_lacking(space, writes))
+        # A checkpoint shares a file with its node if that is written before those below it.
+        marked = [node for node in reversed(lacking) if node.checkpoint is not None]
+        for node in [*marked, *(node for node in lacking if node.checkpoint is None)]:
             # Writing the end of a path writes all of it, but for the checkpoints on the way.
             done = node in on_the_way and node.checkpoint is None
             if done or writes.is_writing(node) or writes.is_refused(node):

@@ -50,6 +50,10 @@ class Index:
         """Files that nothing can be restored from."""
         return len(self._orphans)
 
+    def is_orphan(self, record: Record) -> bool:
+        """Whether nothing can be restored from a file, because its parent is missing."""
+        return record.key in self._orphans
+
     def get(self, key: str) -> Record | None:
         """The record of a name."""
         return self._records.get(key)
