@@ -22,7 +22,8 @@ TOUCH_SECONDS = 60
 """The time of a file's use is written to disk at most so often."""
 
 SAVE_EVERY = 1000
-"""After so many changes the index is worth writing down."""
+"""After so many changes the index is worth writing down, or after this share of its files."""
+SAVE_SHARE = 4
 
 _log = logging.getLogger(__name__)
 
@@ -100,22 +101,13 @@ class Folder:
 
     def make_room(self, size: int) -> None:
         """Remove files until so many bytes more are within the cap; raises if they cannot be."""
-        with self.lock:
-            while self.index.bytes + size > self.max_bytes:
-                victim = self.index.victim()
-                if victim is None:
-                    raise CacheError(
-                        f"{size:,} bytes do not fit: the cap is {self.max_bytes:,}, and the "
-                        f"{self.index.bytes:,} that are there are in use"
-                    )
-                self.remove(victim)
-                self.counts["evicted"] += 1
+        while (victim := self._victim(size)) is not None:
+            self.disk.remove(self.path_of(victim.key))
 
     def remove(self, record: Record) -> None:
         """Remove a file, if it is still there and may be."""
-        with self.lock:
-            if self.forget(record) and not self.is_read_only:
-                self.disk.remove(self.path_of(record.key))
+        if self.forget(record) and not self.is_read_only:
+            self.disk.remove(self.path_of(record.key))
 
     def forget(self, record: Record) -> bool:
         """Take a file out of the index; whether it was there."""
@@ -171,21 +163,16 @@ class Folder:
 
         return unpin
 
-    def save(self, *, at_least: int = 1) -> None:
-        """Write the index down if so much has changed since."""
-        with self.lock:
-            if self.is_read_only or self._changes < at_least:
-                return
-            try:
-                sidecar.save(self.disk, self.path, self.index)
-            except OSError as error:
-                _log.warning("cannot save the index of %s: %s", self.path, error)
-            self._changes = 0
+    def tidy(self) -> None:
+        """Write the index down if much has changed since."""
+        if self._changes >= max(SAVE_EVERY, len(self.index) // SAVE_SHARE):
+            self._save()
 
     def close(self) -> None:
         """Write the index down, let another process have the folder."""
+        if self._changes:
+            self._save()
         with self.lock:
-            self.save()
             self._folder_lock.release()
             self.is_read_only = True
 
@@ -218,6 +205,35 @@ class Folder:
         for key in found.corrupt:
             self._quarantine(key, "its header is broken")
         return reason
+
+    def _victim(self, size: int) -> Record | None:
+        """Forget the next file that has to go for `size` bytes more; None if they fit.
+
+        Files are removed without the lock: nobody who looks something up waits for that.
+        """
+        with self.lock:
+            if self.index.bytes + size <= self.max_bytes:
+                return None
+            victim = self.index.victim()
+            if victim is None:
+                raise CacheError(
+                    f"{size:,} bytes do not fit: the cap is {self.max_bytes:,}, and the "
+                    f"{self.index.bytes:,} that are there are in use"
+                )
+            self.forget(victim)
+            self.counts["evicted"] += 1
+            return victim
+
+    def _save(self) -> None:
+        with self.lock:
+            if self.is_read_only:
+                return
+            layouts, records = tuple(self.index.layouts), list(self.index)
+            self._changes = 0
+        try:
+            sidecar.save(self.disk, self.path, layouts, records)
+        except OSError as error:
+            _log.warning("cannot save the index of %s: %s", self.path, error)
 
     def _quarantine(self, key: str, reason: str) -> None:
         self.counts["quarantined"] += 1

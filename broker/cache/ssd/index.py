@@ -6,7 +6,8 @@ every file it passes, so no hash decides what matches. The caller locks.
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from ..layout import Layout
 from ..prefix_hash import Tokens
@@ -136,22 +137,20 @@ class Index:
 
     def chains(self, namespace: str, tokens: Tokens) -> Iterator[Chain]:
         """Every way to follow a prompt that no other extends."""
-        todo: list[tuple[str, Chain]] = [(namespace, Chain(Layout(()), (), {}))]
+        data = tokens.tobytes()
+        todo: list[tuple[str, _Step | None]] = [(namespace, None)]
         while todo:
-            parent, chain = todo.pop()
-            chain = self._marked(parent, chain)
-            extends = False
-            for record in self._following(parent, chain.stop, tokens):
-                layout = self.layouts[record.layout]
-                agreed = record.start + record.agreement(tokens)
-                if agreed == record.start or (chain.links and layout != chain.layout):
+            parent, step = todo.pop()
+            reached, extends = step.stop if step is not None else 0, False
+            for record in self._following(parent, reached, tokens):
+                is_whole = data.startswith(record.tokens, 4 * record.start)
+                stop = record.stop if is_whole else record.start + record.agreement(tokens)
+                if step is not None and record.layout != step.record.layout:
                     continue
-                above = chain.cut(record.start)
-                link = Link(record, record.start, agreed)
-                todo.append((record.key, Chain(layout, (*above.links, link), above.marks)))
-                extends = extends or record.start == chain.stop
-            if chain.links and not extends:
-                yield chain
+                todo.append((record.key, _Step(record, stop, step)))
+                extends = extends or record.start == reached
+            if step is not None and not extends:
+                yield self._chain(step)
 
     def check_integrity(self) -> None:
         """Assert that all parts agree."""
@@ -174,19 +173,29 @@ class Index:
         below = self._below.get(parent, _NOTHING).values()
         return [record for at in below for records in at.values() for record in records]
 
-    def _marked(self, parent: str, chain: Chain) -> Chain:
-        """A chain with all checkpoints of its last file, as far as the prompt follows it."""
-        if not chain.links or not chain.layout.has_state:
-            return chain
-        last = chain.links[-1]
-        marks = dict(chain.marks)
-        if last.record.has_checkpoint and last.stop == last.record.stop:
-            marks[last.stop] = last.record
-        for start, below in self._below.get(parent, _NOTHING).items():
-            if last.start < start <= last.stop:
-                for record in below.get(NO_TOKEN, ()):
-                    marks.setdefault(start, record)
-        return Chain(chain.layout, chain.links, marks)
+    def _chain(self, last: "_Step") -> Chain:
+        """The chain that ends with a step, and all checkpoints of its files up to where they are
+        left.
+        """
+        layout = self.layouts[last.record.layout]
+        links: list[Link] = []
+        step, stop = last, last.stop
+        while True:
+            links.append(Link(step.record, step.record.start, stop))
+            if step.above is None:
+                break
+            step, stop = step.above, step.record.start
+        links.reverse()
+        marks = dict(self._marks(links)) if layout.has_state else {}
+        return Chain(layout, tuple(links), marks)
+
+    def _marks(self, links: Iterable[Link]) -> Iterator[tuple[int, Record]]:
+        for record, start, stop in links:
+            for at, below in self._below.get(record.key, _NOTHING).items():
+                if start < at <= stop and NO_TOKEN in below:
+                    yield at, below[NO_TOKEN][0]
+            if record.has_checkpoint and stop == record.stop:
+                yield stop, record
 
     def _hangs(self, record: Record) -> bool:
         """Whether a chain without a gap leads to a file."""
@@ -240,6 +249,14 @@ class Index:
         leaves = (each for each in self if self._may_go(each.key))
         self._order = [(each.used_ns, -each.stop, each.key) for each in leaves]
         heapq.heapify(self._order)
+
+
+class _Step(NamedTuple):
+    """A file on the way along a prompt, which agrees with it up to `stop`."""
+
+    record: Record
+    stop: int
+    above: "_Step | None"
 
 
 def _first(record: Record) -> int:

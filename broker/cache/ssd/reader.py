@@ -29,7 +29,7 @@ from .pieces import is_host_memory, raw_type
 from .record import Chain, Link, Record, needed_runs
 from .restored import RestoredRow
 
-AHEAD = 2
+AHEAD = 4
 """Blocks that are read before they are needed."""
 
 T = TypeVar("T")

@@ -88,6 +88,8 @@ class Chain(NamedTuple):
 
     def cut(self, length: int) -> "Chain":
         """The chain up to a length."""
+        if length >= self.stop:
+            return self
         links = tuple(
             Link(link.record, link.start, min(link.stop, length))
             for link in self.links

@@ -15,7 +15,6 @@ from msgspec import Struct
 from ..layout import Layout
 from .disk import Disk
 from .header import FORMAT
-from .index import Index
 from .names import SIDECAR, UNFINISHED
 from .record import Record
 
@@ -32,9 +31,9 @@ class Sidecar(Struct, frozen=True, array_like=True):
     records: list[Record]
 
 
-def save(disk: Disk, folder: Path, index: Index) -> None:
-    """Write the index of a folder down. Raises `OSError`."""
-    data = msgspec.msgpack.encode(Sidecar(FORMAT, tuple(index.layouts), list(index)))
+def save(disk: Disk, folder: Path, layouts: tuple[Layout, ...], records: list[Record]) -> None:
+    """Write down what is known of a folder. Raises `OSError`."""
+    data = msgspec.msgpack.encode(Sidecar(FORMAT, layouts, records))
     unfinished = folder / f"{SIDECAR}{UNFINISHED}"
     with closing(disk.create(unfinished)) as file:
         disk.write(file, memoryview(xxhash.xxh3_128_digest(data) + data))

@@ -14,7 +14,7 @@ from ..prefix_hash import Tokens
 from ..statistics import ColdStatistics
 from .disk import Disk
 from .files import write_file
-from .folder import SAVE_EVERY, Folder
+from .folder import Folder
 from .header import file_bytes
 from .lacking import Lacking, files_of, lacking_of
 from .names import namespace_key
@@ -58,7 +58,7 @@ class SsdStore:
         self._is_synced = True
         """Whether all names in the folder would survive a crash."""
         self._reader = Reader(self._folder.disk, self._folder.path)
-        self._writer = Writer(queue_bytes, self._perform, self._tidy)
+        self._writer = Writer(queue_bytes, self._perform, self._folder.tidy)
 
     def __enter__(self) -> Self:
         return self
@@ -209,9 +209,6 @@ class SsdStore:
             if not self._is_synced:
                 folder.disk.sync_folder(folder.path)
                 self._is_synced = True
-
-    def _tidy(self) -> None:
-        self._folder.save(at_least=SAVE_EVERY)
 
     def _require_room(self, write: ColdWrite, layout: Layout, start: int) -> None:
         size = layout.bytes_per_token * (len(write.tokens) - start) + layout.state_bytes

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from mlx_swarm.broker.cache.prompt_cache import PromptCache
 from mlx_swarm.broker.cache.ssd import SsdStore
 from mlx_swarm.broker.cache.ssd import folder as folder_module
-from mlx_swarm.broker.cache.ssd import store as store_module
 from mlx_swarm.broker.cache.ssd.disk import Disk
 from mlx_swarm.broker.cache.ssd.names import SIDECAR, UNFINISHED, VERSION
 from mlx_swarm.broker.cache.ssd.opening import Opened, fill
@@ -273,7 +272,7 @@ class TestIndex:
     def test_is_saved_while_there_is_nothing_else_to_do(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(store_module, "SAVE_EVERY", 1)
+        monkeypatch.setattr(folder_module, "SAVE_EVERY", 1)
         with SsdStore(tmp_path, CAP) as store:
             cache = PromptCache(RAM, cold=store)
             put(cache, range(30))
