@@ -1,7 +1,7 @@
 """One file of the store: written whole or not at all, read block by block, every byte checked."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
@@ -22,12 +22,19 @@ def write_file(disk: Disk, folder: Path, header: Header, sources: Sequence[Rows]
 
     `sources` are the rows of `header.tensors`. Whatever fails leaves nothing behind.
     """
-    unfinished = folder / f"{header.key}{UNFINISHED}"
+    with replacing(disk, path_of(folder, header.key)) as file:
+        _write(disk, file, header, sources)
+        disk.sync(file)
+
+
+@contextmanager
+def replacing(disk: Disk, target: Path) -> Iterator[FileIO]:
+    """A file to be written that gets its name at the end, or is gone if something fails."""
+    unfinished = target.with_name(f"{target.name}{UNFINISHED}")
     try:
         with closing(disk.create(unfinished)) as file:
-            _write(disk, file, header, sources)
-            disk.sync(file)
-        disk.replace(unfinished, path_of(folder, header.key))
+            yield file
+        disk.replace(unfinished, target)
     except BaseException:
         with suppress(OSError):
             disk.remove(unfinished)

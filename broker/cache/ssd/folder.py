@@ -84,8 +84,8 @@ class Folder:
 
     def enter(self, header: Header) -> Record:
         """Take a new file into the index."""
-        facts = self.disk.facts(self.path_of(header.key))
         with self.lock:
+            facts = self.disk.facts(self.path_of(header.key))
             record = Record.of(
                 header,
                 self.index.number_of(header.layout),
@@ -106,8 +106,10 @@ class Folder:
 
     def remove(self, record: Record) -> None:
         """Remove a file, if it is still there and may be."""
-        if self.forget(record) and not self.is_read_only:
-            self.disk.remove(self.path_of(record.key))
+        with self.lock:
+            # One written meanwhile under the same name is removed before it is entered, or not.
+            if self.forget(record) and not self.is_read_only:
+                self.disk.remove(self.path_of(record.key))
 
     def forget(self, record: Record) -> bool:
         """Take a file out of the index; whether it was there."""

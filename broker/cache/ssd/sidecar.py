@@ -5,7 +5,6 @@ instead of the header when something is restored.
 """
 
 import logging
-from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -14,8 +13,9 @@ from msgspec import Struct
 
 from ..layout import Layout
 from .disk import Disk
+from .files import replacing
 from .header import FORMAT
-from .names import SIDECAR, UNFINISHED
+from .names import SIDECAR
 from .record import Record
 
 DIGEST_BYTES = 16
@@ -34,10 +34,9 @@ class Sidecar(Struct, frozen=True, array_like=True):
 def save(disk: Disk, folder: Path, layouts: tuple[Layout, ...], records: list[Record]) -> None:
     """Write down what is known of a folder. Raises `OSError`."""
     data = msgspec.msgpack.encode(Sidecar(FORMAT, layouts, records))
-    unfinished = folder / f"{SIDECAR}{UNFINISHED}"
-    with closing(disk.create(unfinished)) as file:
-        disk.write(file, memoryview(xxhash.xxh3_128_digest(data) + data))
-    disk.replace(unfinished, folder / SIDECAR)
+    with replacing(disk, folder / SIDECAR) as file:
+        disk.write(file, memoryview(xxhash.xxh3_128_digest(data)))
+        disk.write(file, memoryview(data))
 
 
 def load(folder: Path) -> Sidecar:

@@ -6,7 +6,6 @@ must be restored bit by bit, and nothing that the store offers may be wrong.
 """
 
 import argparse
-import logging
 import multiprocessing
 import random
 import sys
@@ -14,26 +13,18 @@ import tempfile
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
 
 from mlx_swarm.broker.cache.prompt_cache import PromptCache
 from mlx_swarm.broker.cache.ssd import SsdStore
 from mlx_swarm.broker.cache.ssd.disk import Disk
 from mlx_swarm.broker.cache.ssd.files import verify_file
 from mlx_swarm.broker.cache.ssd.names import UNFINISHED, VERSION, key_of
-from tests.cache.helpers import put, taken
+from tests.cache.helpers import taken
 from tests.cache.ssd.folders import CAP, RAM, SECONDS, files, quarantined
+from tests.cache.ssd.killed import Sequence, write_for_ever
 
-FAMILIES = ("full", "window", "state", "quantized")
 LONGEST_LIFE = 0.4
 """Seconds after a child was started; opening and importing take a part of them."""
-
-
-class Sequence(NamedTuple):
-    """Something that was put."""
-
-    family: str
-    tokens: tuple[int, ...]
 
 
 class Killings:
@@ -46,7 +37,7 @@ class Killings:
         self._random = random.Random(seed)
         self._processes = multiprocessing.get_context("forkserver")
         # Importing MLX takes longer than a child lives.
-        self._processes.set_forkserver_preload(["tests.cache.ssd.kill"])
+        self._processes.set_forkserver_preload([write_for_ever.__module__])
 
     def round(self) -> None:
         """Start a child, kill it, look at what it left. Raises what is wrong."""
@@ -85,31 +76,6 @@ class Killings:
                 assert taken(cache, prompt, family, family) == len(tokens), (family, tokens)
             assert store.statistics().quarantined == 0
         assert not quarantined(self.folder)
-
-
-def write_for_ever(folder: Path, seed: int, reports: Connection) -> None:
-    """What a child does until it is killed."""
-    logging.disable(logging.CRITICAL)
-    pick = random.Random(seed)
-    with SsdStore(folder, CAP) as store:
-        cache = PromptCache(RAM, cold=store)
-        known: list[Sequence] = []
-        while True:
-            batch = [_sequence(pick, known) for _ in range(pick.randint(1, 4))]
-            for sequence in batch:
-                assert put(cache, sequence.tokens, sequence.family, sequence.family).stored
-            if cache.flush(SECONDS) == (0, 0):
-                reports.send(batch)
-                known = [*known, *batch][-20:]
-
-
-def _sequence(pick: random.Random, known: list[Sequence]) -> Sequence:
-    """A new sequence, which often goes on from one known."""
-    family = pick.choice(FAMILIES)
-    stems = [each.tokens for each in known if each.family == family] or [()]
-    stem = pick.choice(stems)
-    tail = [pick.randint(0, 50) for _ in range(pick.randint(1, 40))]
-    return Sequence(family, (*stem[: pick.randint(0, len(stem))][:80], *tail))
 
 
 def _reports(connection: Connection) -> Iterator[Sequence]:
