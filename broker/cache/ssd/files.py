@@ -98,8 +98,14 @@ def _write(disk: Disk, file: FileIO, header: Header, sources: Sequence[Rows]) ->
 
 
 def _blocks(header: Header, sources: Sequence[Rows]) -> Iterator[memoryview]:
+    """Every block in turn, in the same memory: fresh pages would cost more than the copy."""
     filled = [rows for rows in sources if rows.size and rows.raw.size]
+    sizes = (block.size for tensor in header.tensors for block in tensor.blocks)
+    memory = memoryview(bytearray(max(sizes, default=0)))
     for tensor, rows in zip(header.tensors, filled, strict=True):
         array = rows.array()
         for block in tensor.blocks:
-            yield np.ascontiguousarray(array[block.first : block.stop]).data.cast("B")
+            data = memory[: block.size]
+            held = array[block.first : block.stop]
+            np.copyto(np.frombuffer(data, held.dtype).reshape(held.shape), held)
+            yield data

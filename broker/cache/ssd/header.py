@@ -29,7 +29,6 @@ ALIGNMENT = 64
 CHECKSUM_DIGITS = 16
 
 _DTYPES = {
-    "bool_": "BOOL",
     "uint8": "U8",
     "int8": "I8",
     "uint16": "U16",
