@@ -16,7 +16,6 @@ from .record import Chain, Link, Record
 NO_TOKEN = -1
 """Stands for the first token of a file that holds a checkpoint alone."""
 
-
 MIN_QUEUE = 1024
 """Outdated places in the order of eviction that are not worth tidying up."""
 
@@ -143,10 +142,10 @@ class Index:
             parent, step = todo.pop()
             reached, extends = step.stop if step is not None else 0, False
             for record in self._following(parent, reached, tokens):
+                if record.key in self._orphans or not _may_follow(step, record):
+                    continue
                 is_whole = data.startswith(record.tokens, 4 * record.start)
                 stop = record.stop if is_whole else record.start + record.agreement(tokens)
-                if step is not None and record.layout != step.record.layout:
-                    continue
                 todo.append((record.key, _Step(record, stop, step)))
                 extends = extends or record.start == reached
             if step is not None and not extends:
@@ -257,6 +256,10 @@ class _Step(NamedTuple):
     record: Record
     stop: int
     above: "_Step | None"
+
+
+def _may_follow(step: _Step | None, record: Record) -> bool:
+    return step is None or step.record.layout == record.layout
 
 
 def _first(record: Record) -> int:
