@@ -63,9 +63,14 @@ class Piece(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """All that a write could store: a piece a node, and the state at the end."""
+    """All that a write could store: a piece a node, from the first token on, and the state at the
+    end.
+
+    Only pieces that reach beyond `taken` have their rows.
+    """
 
     layout: Layout
+    taken: int
     pieces: tuple[Piece, ...]
     state: tuple[Rows, ...]
     has_checkpoint: bool
@@ -88,31 +93,32 @@ def layout_of_write(write: ColdWrite) -> Layout:
 
 
 def pieces_of(write: ColdWrite, start: int) -> Pieces:
-    """What a write holds from the piece on that reaches beyond `start`; evaluated."""
+    """What a write holds, evaluated; what lies before `start` only where it costs nothing."""
     lease = write.lease
     ranges: Sequence[ExtentRange] = lease.ranges
     layout = layout_of_write(write)
     if not ranges:
         ranges = [seal(lease.caches, layout, 0, len(write.tokens)).whole()]
     checkpoint = snapshot(lease.caches, layout)
-    pieces = [_piece(part) for part in ranges if part.stop > start]
+    taken = 0 if is_host_memory() else start
+    pieces = [_piece(part, part.stop > taken) for part in ranges]
     state = tuple(
         Rows(_as_raw(buffer), 0, len(buffer), True)
         for buffer in (checkpoint.buffers if checkpoint is not None else ())
     )
     mx.eval([rows.raw for piece in pieces for rows in piece.rows], [rows.raw for rows in state])
-    return Pieces(layout, tuple(pieces), state, checkpoint is not None)
+    return Pieces(layout, taken, tuple(pieces), state, checkpoint is not None)
 
 
-def _piece(part: ExtentRange) -> Piece:
+def _piece(part: ExtentRange, with_rows: bool) -> Piece:
     extent = part.extent
-    rows, runs = [], []
-    for index, buffer in enumerate(extent.buffers):
-        held = part.runs(index)
-        first = count_runs(intersect_runs(extent.runs[index], ((0, part.start),)))
-        rows.append(_rows(buffer, first, count_runs(held)))
-        runs.append(held)
-    return Piece(part.start, part.stop, tuple(runs), tuple(rows))
+    runs = tuple(part.runs(index) for index in range(len(extent.buffers)))
+    rows = []
+    for buffer, whole, held in zip(extent.buffers, extent.runs, runs, strict=True):
+        if with_rows:
+            first = count_runs(intersect_runs(whole, ((0, part.start),)))
+            rows.append(_rows(buffer, first, count_runs(held)))
+    return Piece(part.start, part.stop, runs, tuple(rows))
 
 
 def _rows(buffer: mx.array, first: int, count: int) -> Rows:

@@ -219,12 +219,9 @@ class SsdStore:
 
 def _require_no_gap(lacking: Lacking, pieces: Pieces) -> None:
     """Raise `ColdStoreBusy` if the store lacks more by now than when the write was taken."""
-    chain, start = lacking
-    if start is None or (pieces.pieces and pieces.pieces[0].start <= start <= chain.stop):
-        return
-    if not pieces.pieces and start == chain.stop:
-        return
-    raise ColdStoreBusy(f"what precedes token {start} has left the cold store meanwhile")
+    if lacking.start is not None and lacking.start < pieces.taken:
+        span = f"[{lacking.start}, {pieces.taken})"
+        raise ColdStoreBusy(f"tokens {span} have left the cold store meanwhile")
 
 
 def _match(chain: Chain, start: int, length: int) -> Match:

@@ -77,6 +77,9 @@ class StoreMachine(RuleBasedStateMachine):
         if not self.is_rough:
             assert left == (0, 0)
             self._check_files()
+            for sequence in self.owed:
+                plan = PromptCache(1 << 30, cold=self.store).plan([*sequence, 9])
+                assert plan.cold_tokens == len(sequence), (self.family, sequence, plan)
 
     @rule()
     def forget_ram(self) -> None:
