@@ -44,6 +44,22 @@ class UnsupportedCacheKind(CacheError):
     """A cache class that no codec knows; the message names the class."""
 
 
+class ColdStoreBusy(CacheError):
+    """The cold store takes no more writes just now; the same write may be offered again."""
+
+
+class ColdStoreRefused(CacheError):
+    """The cold store will never take this write; nothing is wrong with it otherwise."""
+
+
+class CorruptFile(CacheError):
+    """A file of the cold store does not hold what was written; the message says where."""
+
+
+class ForeignFile(CacheError):
+    """A file of another identity or of a newer format; it is left alone."""
+
+
 class OutOfMemory(SwarmError):
     """A reservation that the memory ledger cannot grant; the message carries the numbers."""
 

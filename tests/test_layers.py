@@ -27,6 +27,7 @@ LAYERS = (
     ("broker.broker", "broker.preflight"),
     ("broker.server",),
     ("agents",),
+    ("broker.cache_cli",),
     ("broker.cli",),
 )
 # The package itself only hands out names, and loads what is above it when they are asked for.

@@ -187,6 +187,8 @@ class Intake:
         held = node.span
         assert isinstance(held, ExtentRange)
         extent = _merged(held, row.cut(node.start, node.stop))
+        if self._writes is not None:
+            self._writes.left(node)
         self._holdings.replace(node, self._holdings.adopt(extent, space.name))
 
     def _divided(self, space: Space, upper: Node, lower: Node) -> None:

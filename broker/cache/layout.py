@@ -54,7 +54,7 @@ class Plane(Struct, frozen=True):
         return self.heads * self.dim * dtype_of(self.dtype).size
 
 
-class TokenLeaf(Struct, frozen=True):
+class TokenLeaf(Struct, frozen=True, tag=True):
     """A cache that is cut along tokens: `kind` is mlx-lm's class name, planes are in its order
     (keys first).
     """
@@ -81,14 +81,14 @@ class Slot(Struct, frozen=True):
         return count
 
 
-class StateLeaf(Struct, frozen=True):
+class StateLeaf(Struct, frozen=True, tag=True):
     """A cache that cannot be cut along tokens; an unused slot is None."""
 
     kind: str
     slots: tuple[Slot | None, ...]
 
 
-class ListNode(Struct, frozen=True):
+class ListNode(Struct, frozen=True, tag=True):
     """A `CacheList`."""
 
     children: tuple["LayoutNode", ...]

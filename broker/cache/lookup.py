@@ -67,7 +67,7 @@ class Lookup:
         """What the cold tier has, if it is strictly longer than RAM and RAM can hold it."""
         if self._restores is None or len(wanted) - 1 <= ram_tokens:
             return None
-        found = self._restores.find(wanted[:-1], space.name)
+        found = self._restores.find(wanted[:-1], space.name, ram_tokens)
         if found is None or found.bytes > self._max_bytes:
             return None
         return found if ram_tokens < found.length < len(wanted) else None

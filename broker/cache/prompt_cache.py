@@ -11,8 +11,9 @@ import msgspec
 from ..affinity import ThreadGuard
 from ..errors import CacheError, SwarmError
 from ..trace.events import Put
-from .cold import ColdStore, Spill
+from .cold import ColdStore, Flushed, Spill
 from .eviction import EvictionPolicy, EvictionQueue
+from .flushing import flush
 from .holdings import Holdings
 from .intake import CacheRow, Intake, Row, Stored, validated
 from .lease import Lender, PromptLease
@@ -85,8 +86,11 @@ class PromptCache:
         self._reporter = Reporter(trace)
         forgotten = Forgotten()
         self._writes = (
-            ColdWrites(cold, self._lender, max_bytes // WRITE_SHARE) if cold is not None else None
+            ColdWrites(cold, self._lender, max_bytes // WRITE_SHARE, self._reporter, self._clock)
+            if cold is not None
+            else None
         )
+        self._cold = cold
         self._room = Room(
             max_bytes,
             max_bytes // CHECKPOINT_SHARE,
@@ -102,7 +106,9 @@ class PromptCache:
         self._lender.on_released = self._room.make
         self._intake = Intake(self._holdings, self._room, self._reporter, self._writes)
         self._restores = (
-            Restores(cold, self._intake, self._holdings, self._clock) if cold is not None else None
+            Restores(cold, self._intake, self._holdings, self._reporter, self._clock)
+            if cold is not None
+            else None
         )
         self._lookup = Lookup(self._spaces, forgotten, self._restores, max_bytes)
 
@@ -268,6 +274,14 @@ class PromptCache:
             mx.clear_cache()
         return demoted
 
+    def flush(self, timeout: float) -> Flushed:
+        """Write what only RAM has to the cold tier, for at most `timeout` seconds.
+
+        Returns how many lengths could not be restored after a crash now, and their bytes.
+        """
+        self._settle()
+        return flush(self._spaces.values(), self._writes, self._cold, timeout)
+
     # Steering
 
     def pin(self, tokens: TokenSource, namespace: str = "", ttl: float = 300.0) -> int:
@@ -357,7 +371,7 @@ class PromptCache:
     def statistics(self) -> CacheStatistics:
         """Sizes and counts, per namespace and in total; takes time in proportion to the nodes."""
         self._guard.check()
-        is_durable = self._writes.is_durable if self._writes is not None else None
+        is_durable = self._writes.was_stored if self._writes is not None else None
         each = {
             name: measure(space, self._holdings, self._lender, is_durable)
             for name, space in self._spaces.items()
@@ -369,6 +383,7 @@ class PromptCache:
             namespaces=each,
             leases=len(self._lender),
             departing_bytes=self._lender.departing_bytes,
+            cold=self._cold.statistics() if self._cold is not None else None,
         )
 
     def check_integrity(self) -> None:

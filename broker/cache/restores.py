@@ -2,14 +2,18 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
-from ..errors import SwarmError
+from ..errors import CacheError, CorruptFile, SwarmError
+from ..trace.events import Quarantined
+from ..trace.events import Restored as RestoredEvent
 from .cold import ColdMatch, ColdStore, Restored
 from .holdings import Holdings
 from .intake import Intake, validated
 from .node import Node
 from .prefix_hash import Tokens
+from .reporter import Reporter
 from .space import Space
 
 RATE_WEIGHT = 0.3
@@ -61,6 +65,7 @@ class Restoration:
         self.ram_tokens = ram_tokens
         self.restored: Restored | None = None
         self.error: Exception | None = None
+        self.seconds = 0.0
         self.is_settled = False
         self._read = read
         self._lock = threading.Lock()
@@ -70,10 +75,12 @@ class Restoration:
         with self._lock:
             if self.restored is not None or self.error is not None:
                 return
+            started = time.monotonic()
             try:
                 self.restored = self._read(self.match)
             except Exception as error:
                 self.error = error
+            self.seconds = time.monotonic() - started
 
 
 class Restores:
@@ -84,19 +91,21 @@ class Restores:
         store: ColdStore,
         intake: Intake,
         holdings: Holdings,
+        reporter: Reporter,
         clock: Callable[[], float],
     ) -> None:
         self.gate = CostGate()
         self._store = store
         self._intake = intake
         self._holdings = holdings
+        self._reporter = reporter
         self._clock = clock
         self._under_way: dict[tuple[str, str], Restoration] = {}
 
-    def find(self, tokens: Tokens, namespace: str) -> ColdMatch | None:
+    def find(self, tokens: Tokens, namespace: str, ram_tokens: int) -> ColdMatch | None:
         """What the store has for a prompt; a store that fails has nothing."""
         try:
-            return self._store.find(tokens, namespace)
+            return self._store.find(tokens, namespace, ram_tokens)
         except Exception:
             _log.exception("the cold store failed to look up a prompt")
             return None
@@ -123,17 +132,42 @@ class Restores:
         if restored is None:
             self._discard(restoration, space)
             return None
-        node = None
+        if space.tree.walk(restoration.tokens).length < restoration.match.start:
+            # Nothing is wrong with what was read: what it continues has left RAM meanwhile.
+            restoration.error = CacheError(f"the first {restoration.match.start} tokens are gone")
+            space.counts["unstored"] += 1
+            self._pass_hook(None, restored)
+            return None
+        node = self._take_in(restoration, restored, space)
+        self._pass_hook(node, restored)
+        return node
+
+    def _take_in(self, restoration: Restoration, restored: Restored, space: Space) -> Node | None:
         try:
             row = validated(restoration.tokens, restored.caches, space)
             _, node = self._intake.store(space, restoration.tokens, row)
         except SwarmError as error:
             restoration.error = error
             self._discard(restoration, space)
-        else:
-            space.counts["restores" if node is not None else "unstored"] += 1
-        self._pass_hook(node, restored)
+            return None
+        space.counts["restores" if node is not None else "unstored"] += 1
+        if node is not None:
+            self._announce(restoration, space, node)
         return node
+
+    def _announce(self, restoration: Restoration, space: Space, node: Node) -> None:
+        match = restoration.match
+        self._reporter.emit(
+            lambda now: RestoredEvent(
+                time=now,
+                entry=str(space.tree.name(node)),
+                namespace=space.name,
+                tokens=match.length - restoration.ram_tokens,
+                length=match.length,
+                bytes=match.bytes,
+                seconds=restoration.seconds,
+            )
+        )
 
     def _pass_hook(self, node: Node | None, restored: Restored) -> None:
         """Have the store's release hook called, now if nothing was made of what it gave."""
@@ -156,7 +190,13 @@ class Restores:
     def _discard(self, restoration: Restoration, space: Space) -> None:
         """What was read is unusable: say so, and have the store forget it."""
         space.counts["restore_failures"] += 1
-        match = restoration.match
+        match, error = restoration.match, restoration.error
+        if isinstance(error, CorruptFile):
+            self._reporter.emit(
+                lambda now: Quarantined(
+                    time=now, entry=match.name, namespace=space.name, error=str(error)
+                )
+            )
         _log.error("dropped the unusable cold entry %s: %s", match.name, restoration.error)
         try:
             self._store.delete(match)

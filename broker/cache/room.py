@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..trace.events import Evicted
+from ..trace.events import Demoted, Evicted
 from .cold import OwnedSpill, Spill, SyncSpill
 from .eviction import EvictionQueue
 from .holdings import Holdings
@@ -159,7 +159,8 @@ class Room:
         With `only_if_kept` nothing goes that nobody took.
         """
         tier = self._cold
-        if tier is not None and space.usable_at(node) and not tier.is_durable(node):
+        lacks = tier is not None and space.usable_at(node) and not tier.is_durable(node)
+        if tier is not None and lacks and not tier.is_refused(node):
             if not tier.is_writing(node) and tier.begin(space, node):
                 space.counts["spills"] += 1
             return
@@ -169,9 +170,11 @@ class Room:
             return
         space.counts["demotions"] += kept
         self.demotions += kept
-        self._evict(space, node)
+        self._evict(space, node, Demoted if kept else Evicted)
 
-    def _evict(self, space: Space, node: Node) -> None:
+    def _evict(
+        self, space: Space, node: Node, event: type[Demoted] | type[Evicted] = Evicted
+    ) -> None:
         parent, size = node.parent, resident_bytes([node])
         name = str(space.tree.name(node)) if self._reporter.is_heard else ""
         self._forgotten.add(space.name, space.tree.tokens_of(node), node.start)
@@ -181,7 +184,7 @@ class Room:
             self._writes.left(node)
         space.counts["evictions"] += 1
         self._reporter.emit(
-            lambda now: Evicted(
+            lambda now: event(
                 time=now, entry=name, namespace=space.name, tokens=len(node), bytes=size
             )
         )

@@ -58,6 +58,33 @@ class NamespaceStatistics(Struct, frozen=True, kw_only=True):
         return type(self)(**sums, reasons=reasons)
 
 
+class ColdStatistics(Struct, frozen=True, kw_only=True):
+    """A cold store. Sizes in bytes, `restore_seconds` includes waiting for other restores.
+
+    `orphans` are files whose parent is gone, `foreign` those of another make or a newer format,
+    which are left alone; `quarantined` were corrupt, `unreadable` could not be read.
+    """
+
+    files: int = 0
+    bytes: int = 0
+    max_bytes: int = 0
+    pending_writes: int = 0
+    pending_bytes: int = 0
+    hits: int = 0
+    restores: int = 0
+    restored_bytes: int = 0
+    restore_seconds: float = 0.0
+    writes: int = 0
+    written_bytes: int = 0
+    write_failures: int = 0
+    quarantined: int = 0
+    unreadable: int = 0
+    foreign: int = 0
+    orphans: int = 0
+    evicted: int = 0
+    is_read_only: bool = False
+
+
 class CacheStatistics(Struct, frozen=True, kw_only=True):
     """The whole cache: the sum, and each namespace."""
 
@@ -66,3 +93,4 @@ class CacheStatistics(Struct, frozen=True, kw_only=True):
     namespaces: dict[str, NamespaceStatistics]
     leases: int
     departing_bytes: int = 0
+    cold: ColdStatistics | None = None

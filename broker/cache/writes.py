@@ -2,16 +2,25 @@
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
+from ..errors import ColdStoreBusy, ColdStoreRefused
+from ..trace.events import Spilled
 from .cold import ColdStore, ColdWrite
+from .extents import ExtentRange
 from .lease import Lender, PromptLease
+from .naming import name_of
 from .node import Node
 from .plan import Plan
+from .reporter import Reporter
 from .space import Space, resident_bytes
 
 MAX_FAILURES = 3
 """So many writes in a row may fail before the store is declared unavailable."""
+
+RETRY_SECONDS = 30.0
+"""How long after a failure an unavailable store is tried again."""
 
 _log = logging.getLogger(__name__)
 
@@ -23,22 +32,54 @@ class ColdWrites:
     thread; `drain` takes note of them in the cache's.
     """
 
-    def __init__(self, store: ColdStore, lender: Lender, limit: int) -> None:
+    def __init__(
+        self,
+        store: ColdStore,
+        lender: Lender,
+        limit: int,
+        reporter: Reporter,
+        clock: Callable[[], float],
+    ) -> None:
         self.limit = limit
-        self.is_available = True
         self.pending_bytes = 0
         self._store = store
         self._lender = lender
+        self._reporter = reporter
+        self._clock = clock
         self._failures = 0
-        self._covered: set[Node] = set()
+        self._retry_at = 0.0
+        self._covered: dict[Node, int] = {}
+        """Nodes that the store was given, and its losses when that was last known to be so."""
+        self._refused: set[Node] = set()
         self._marked: set[Node] = set()
         self._writes: dict[PromptLease, _Write] = {}
         self._writing: set[Node] = set()
         self._outcomes: deque[_Outcome] = deque()
 
-    def is_durable(self, node: Node) -> bool:
-        """Whether the store has all that would be lost with the node."""
+    @property
+    def is_available(self) -> bool:
+        """Whether anything is written: not for a while after several failures in a row."""
+        return self._failures < MAX_FAILURES or self._clock() >= self._retry_at
+
+    def was_stored(self, node: Node) -> bool:
+        """Whether the store once had all that would be lost with the node."""
         return node in self._covered and (node.checkpoint is None or node in self._marked)
+
+    def is_durable(self, node: Node) -> bool:
+        """Whether the store has all that would be lost with the node, by now."""
+        if not self.was_stored(node):
+            return False
+        losses = self._store.losses
+        if self._covered[node] != losses:
+            if not self._still_has(node):
+                self.left(node)
+                return False
+            self._covered[node] = losses
+        return True
+
+    def is_refused(self, node: Node) -> bool:
+        """Whether the store will never take the node."""
+        return node in self._refused
 
     def is_writing(self, node: Node) -> bool:
         """Whether the node is on its way to the store."""
@@ -54,14 +95,14 @@ class ColdWrites:
             return False
         lease = self._lender.lend(space, node, Plan(prompt_tokens=node.stop, ram_tokens=node.stop))
         self._writing.add(node)
-        return self._submit(lease, _Write(node, start, size))
+        return self._submit(lease, _Write(node, start, size, self._clock()))
 
     def begin_unshelved(self, lease: PromptLease) -> bool:
         """Offer an entry that was never in RAM; it is lost if the store does not take it."""
         size = sum(cache.nbytes for cache in lease.caches)
         if not self._has_room_for(size):
             return False
-        return self._submit(lease, _Write(None, 0, size))
+        return self._submit(lease, _Write(None, 0, size, self._clock()))
 
     def drain(self) -> bool:
         """Take note of writes that ended; whether nodes may leave RAM that could not before."""
@@ -71,14 +112,17 @@ class ColdWrites:
             write = self._writes.pop(lease)
             self.pending_bytes -= write.bytes
             lease.release()
-            if error is not None:
-                self._failed(error)
-            else:
-                self._failures, freed = 0, True
             if write.node is not None:
                 self._writing.discard(write.node)
-                if error is None:
-                    self.cover(write.node, write.start)
+            if error is None:
+                self._succeeded(lease, write)
+                freed = True
+            elif isinstance(error, ColdStoreRefused):
+                if write.node is not None and write.node.span is not None:
+                    self._refused.add(write.node)
+                freed = True
+            elif not isinstance(error, ColdStoreBusy):
+                self._failed(error)
         return freed or was_available != self.is_available
 
     def cover(self, node: Node, start: int = 0) -> None:
@@ -87,22 +131,25 @@ class ColdWrites:
             return
         if node.checkpoint is not None:
             self._marked.add(node)
-        self._covered.update(each for each in node.path() if each.start >= start)
+        losses = self._store.losses
+        self._covered.update((each, losses) for each in node.path() if each.start >= start)
 
     def divided(self, upper: Node, lower: Node) -> None:
         """A node was split: both halves are where the whole was."""
         if lower in self._covered:
-            self._covered.add(upper)
+            self._covered[upper] = self._covered[lower]
 
     def left(self, node: Node) -> None:
-        """A node has left the tree."""
-        self._covered.discard(node)
+        """A node has left the tree, or holds more than was written."""
+        self._covered.pop(node, None)
         self._marked.discard(node)
+        self._refused.discard(node)
 
     def check_integrity(self, nodes: set[Node]) -> None:
         """Assert that only nodes in RAM are remembered, and that what is in flight adds up."""
-        assert self._covered <= nodes
-        assert self._marked <= self._covered
+        assert self._covered.keys() <= nodes
+        assert self._marked <= self._covered.keys()
+        assert self._refused <= nodes
         assert self.pending_bytes == sum(write.bytes for write in self._writes.values())
 
     def _has_room_for(self, size: int) -> bool:
@@ -120,18 +167,53 @@ class ColdWrites:
             return False
         return True
 
+    def _succeeded(self, lease: PromptLease, write: "_Write") -> None:
+        if self._failures >= MAX_FAILURES:
+            _log.warning("the cold store is available again")
+        self._failures = 0
+        node = write.node
+        if node is None or node.span is None:
+            return
+        self.cover(node, write.start)
+        self._reporter.emit(
+            lambda now: Spilled(
+                time=now,
+                entry=str(name_of(node)),
+                namespace=lease.namespace,
+                tokens=node.stop - write.start,
+                bytes=write.bytes,
+                seconds=self._clock() - write.begun,
+            )
+        )
+
     def _failed(self, error: Exception) -> None:
         self._failures += 1
-        _log.error("a write to the cold store failed (%d in a row): %s", self._failures, error)
-        if self._failures >= MAX_FAILURES and self.is_available:
-            self.is_available = False
-            _log.error("the cold store is unavailable: nothing is written to it any more")
+        self._retry_at = self._clock() + RETRY_SECONDS
+        if self._failures == 1:
+            _log.error("a write to the cold store failed: %s", error)
+        elif self._failures == MAX_FAILURES:
+            _log.error("the cold store is unavailable: tried again after %g s", RETRY_SECONDS)
+
+    def _still_has(self, node: Node) -> bool:
+        try:
+            tokens = node.tree.tokens_of(node)
+            return self._store.covers(tokens, node.tree.namespace, _is_usable(node))
+        except Exception:
+            _log.exception("the cold store failed to say what it has")
+            return False
+
+
+def _is_usable(node: Node) -> bool:
+    """Whether a sequence could be restored where the node ends, if nothing of it is lacking."""
+    has_state = isinstance(node.span, ExtentRange) and node.span.extent.layout.has_state
+    return node.checkpoint is not None or not has_state
 
 
 class _Write(NamedTuple):
     node: Node | None
     start: int
     bytes: int
+    begun: float
 
 
 _Outcome = tuple[PromptLease, Exception | None]

@@ -136,6 +136,44 @@ class Evicted(Event, frozen=True):
     bytes: int
 
 
+class Spilled(Event, frozen=True):
+    """A sequence is in the cold tier and would survive a crash, `seconds` after it was begun."""
+
+    entry: str
+    namespace: str
+    tokens: int
+    bytes: int
+    seconds: float
+
+
+class Demoted(Event, frozen=True):
+    """A leaf left memory; the cold tier or a sink has it."""
+
+    entry: str
+    namespace: str
+    tokens: int
+    bytes: int
+
+
+class Restored(Event, frozen=True):
+    """`tokens` of a sequence of `length` were read from the cold tier: memory lacked them."""
+
+    entry: str
+    namespace: str
+    tokens: int
+    length: int
+    bytes: int
+    seconds: float
+
+
+class Quarantined(Event, frozen=True):
+    """Something in the cold tier was corrupt and is kept out of use."""
+
+    entry: str
+    namespace: str
+    error: str
+
+
 class Finished(Event, frozen=True):
     """A request ended by itself."""
 
@@ -170,6 +208,10 @@ TraceEvent = (
     | Put
     | Split
     | Evicted
+    | Spilled
+    | Demoted
+    | Restored
+    | Quarantined
     | Finished
     | Cancelled
     | Failed

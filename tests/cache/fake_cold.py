@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mlx_swarm.broker.cache.cold import ColdMatch, ColdWrite, Restored
+from mlx_swarm.broker.cache.cold import ColdMatch, ColdWrite, Flushed, Restored
 from mlx_swarm.broker.cache.kinds import materialise
 from mlx_swarm.broker.cache.plan import Lease
+from mlx_swarm.broker.cache.statistics import ColdStatistics
 from tests.cache.rows import Array
 
 
@@ -34,8 +35,9 @@ class FakeColdStore:
         self.read: list[str] = []
         self.deleted: list[str] = []
         self.released: list[str] = []
+        self.losses = 0
 
-    def find(self, tokens: Array, namespace: str) -> ColdMatch | None:
+    def find(self, tokens: Array, namespace: str, held: int = 0) -> ColdMatch | None:
         best = None
         for name, entry in self.entries.items():
             size = len(entry.tokens)
@@ -45,6 +47,12 @@ class FakeColdStore:
                     nbytes = sum(cache.nbytes for cache in entry.caches)
                     best = ColdMatch(name=name, length=size, bytes=nbytes)
         return best
+
+    def covers(self, tokens: Array, namespace: str, is_usable: bool) -> bool:
+        return any(
+            entry.namespace == namespace and np.array_equal(entry.tokens[: len(tokens)], tokens)
+            for entry in self.entries.values()
+        )
 
     def restore(self, match: ColdMatch) -> Restored:
         self.restored.append(match.name)
@@ -65,8 +73,12 @@ class FakeColdStore:
         self.deleted.append(match.name)
         self.entries.pop(match.name, None)
 
-    def statistics(self) -> object:
-        return {"entries": len(self.entries)}
+    def flush(self, timeout: float) -> Flushed:
+        self.finish()
+        return Flushed(0, 0)
+
+    def statistics(self) -> ColdStatistics:
+        return ColdStatistics(files=len(self.entries))
 
     def finish(self, count: int | None = None) -> None:
         """End the oldest writes: well, or badly when the store is full."""

@@ -225,6 +225,18 @@ class TestWrite:
         assert cache.demote_idle(0) == 1
         assert len(store.entries) == 1
 
+    def test_flush_writes_all_and_says_what_only_ram_has(self, store: FakeColdStore) -> None:
+        for cold in (store, None):
+            cache = PromptCache(1 << 20, cold=cold)
+            put(cache, [*range(20), 1])
+            put(cache, [*range(20), 2, 3])
+            left = cache.flush(10)
+            assert left == ((0, 0) if cold is not None else (3, 23 * TOKEN_BYTES))
+        store.is_full = True
+        cache = PromptCache(1 << 20, cold=store)
+        put(cache, range(50, 60))
+        assert cache.flush(10) == (1, 10 * TOKEN_BYTES)
+
     def test_an_oversize_entry_goes_to_the_store_alone(self, store: FakeColdStore) -> None:
         cache = PromptCache(20 * TOKEN_BYTES, cold=store)
         assert put(cache, sequence(1, 25)).refusal == "oversize"

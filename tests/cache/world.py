@@ -17,7 +17,7 @@ from mlx_swarm.broker.cache.layout import Layout, TokenLeaf
 from mlx_swarm.broker.cache.lease import PromptLease
 from mlx_swarm.broker.cache.prompt_cache import PromptCache
 from mlx_swarm.broker.errors import CacheError
-from mlx_swarm.broker.trace.events import Event, Evicted
+from mlx_swarm.broker.trace.events import Demoted, Event, Evicted
 from tests.cache.fake_cold import FakeColdStore, OwnedSink, SyncSink
 from tests.cache.oracle import LinearPromptCache, Lost, Resident
 from tests.cache.rows import STATEFUL, Content, Rows, advance, build, contents, same
@@ -79,7 +79,7 @@ class World:
 
     def emit(self, event: Event) -> None:
         """Forget what is evicted when it is, not after the step: it may come back within it."""
-        if isinstance(event, Evicted):
+        if isinstance(event, Evicted | Demoted):
             self._evicted += 1
             self._forget_evicted()
 

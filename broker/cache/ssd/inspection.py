@@ -1,0 +1,121 @@
+"""Looking into a folder of the SSD store from outside, also while a broker uses it."""
+
+from pathlib import Path
+
+from msgspec import Struct
+
+from ...errors import CacheError, CorruptFile, ForeignFile
+from .disk import Disk
+from .files import verify_file
+from .folder import Folder
+from .header import Header
+from .index import Index
+from .names import VERSION, path_of
+from .opening import fill
+from .record import Record
+
+
+class NamespaceFiles(Struct, frozen=True, kw_only=True):
+    """What a namespace (a digest) has on disk; times in nanoseconds since 1970."""
+
+    namespace: str
+    files: int
+    bytes: int
+    tokens: int
+    checkpoints: int
+    orphans: int
+    used_ns: int
+
+
+class Verified(Struct, frozen=True, kw_only=True):
+    """What reading every byte found: how much is right, and what is wrong with the rest."""
+
+    files: int
+    bytes: int
+    faults: dict[str, str]
+
+
+def namespaces(folder: Path) -> list[NamespaceFiles]:
+    """The namespaces in a folder, the last used first."""
+    index = _index(folder)
+    found: dict[str, list[Record]] = {}
+    for record in index:
+        found.setdefault(record.namespace, []).append(record)
+    summaries = [_summary(name, records, index) for name, records in found.items()]
+    return sorted(summaries, key=lambda each: -each.used_ns)
+
+
+def headers(folder: Path, beginning: str) -> list[Header]:
+    """What the files of a name, or of a namespace, say of themselves; a beginning is enough.
+
+    Raises `CacheError` if there is none.
+    """
+    found = _named(_index(folder), beginning)
+    return [verify_file(Disk(), _path(folder, r.key), r.key).header for r in found]
+
+
+def verify(folder: Path) -> Verified:
+    """Read all files; changes nothing."""
+    files = size = 0
+    faults = {}
+    for record in _index(folder):
+        try:
+            verify_file(Disk(), _path(folder, record.key), record.key)
+        except (CorruptFile, ForeignFile, OSError) as error:
+            faults[record.key] = str(error)
+        else:
+            files, size = files + 1, size + record.size
+    return Verified(files=files, bytes=size, faults=faults)
+
+
+def remove(folder: Path, beginning: str) -> int:
+    """Remove the files of a name or of a namespace (all, for an empty one); returns how many.
+
+    Raises `CacheError` while another process writes to the folder, or if there is no such file.
+    """
+    _require_folder(folder)
+    store = Folder(folder, 1 << 62)
+    try:
+        if store.is_read_only:
+            raise CacheError(f"{folder} is in use by another process: stop it first")
+        found = list(store.index) if not beginning else _named(store.index, beginning)
+        for record in found:
+            store.remove(record)
+        return len(found)
+    finally:
+        store.close()
+
+
+def _require_folder(folder: Path) -> None:
+    if not (folder / VERSION).is_dir():
+        raise CacheError(f"there is no cold store in {folder}")
+
+
+def _index(folder: Path) -> Index:
+    _require_folder(folder)
+    index = Index()
+    fill(index, Disk(), folder / VERSION, may_remove=False)
+    return index
+
+
+def _path(folder: Path, key: str) -> Path:
+    return path_of(folder / VERSION, key)
+
+
+def _named(index: Index, beginning: str) -> list[Record]:
+    found = [r for r in index if r.key.startswith(beginning) or r.namespace.startswith(beginning)]
+    if not found:
+        raise CacheError(f"no file and no namespace begins with {beginning!r}")
+    return sorted(found, key=lambda record: (record.namespace, record.start, record.key))
+
+
+def _summary(namespace: str, records: list[Record], index: Index) -> NamespaceFiles:
+    return NamespaceFiles(
+        namespace=namespace,
+        files=len(records),
+        bytes=sum(record.size for record in records),
+        tokens=sum(len(record.tokens) // 4 for record in records),
+        checkpoints=sum(record.has_checkpoint for record in records),
+        orphans=sum(index.is_orphan(record) for record in records),
+        used_ns=max(record.used_ns for record in records),
+    )

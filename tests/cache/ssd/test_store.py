@@ -1,0 +1,349 @@
+"""The SSD store in use: caps, recency, the lock, the queue, the index that is saved."""
+
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlx_swarm.broker.cache.prompt_cache import PromptCache
+from mlx_swarm.broker.cache.ssd import SsdStore
+from mlx_swarm.broker.cache.ssd import folder as folder_module
+from mlx_swarm.broker.cache.ssd.disk import Disk
+from mlx_swarm.broker.cache.ssd.names import SIDECAR, UNFINISHED, VERSION
+from mlx_swarm.broker.cache.ssd.opening import Opened, fill
+from mlx_swarm.broker.trace.events import Demoted, Event, Quarantined, Restored, Spilled
+from tests.cache.helpers import TOKEN_BYTES, put, sequence, taken
+from tests.cache.rows import FAMILIES, build
+from tests.cache.ssd.folders import (
+    CAP,
+    RAM,
+    SECONDS,
+    files,
+    headers,
+    longest,
+    quarantined,
+    store_all,
+)
+from tests.cache.world import Clock
+
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=20)
+
+
+class SlowDisk(Disk):
+    """Creates no file before it may."""
+
+    def __init__(self) -> None:
+        self.may_write = threading.Event()
+
+    def create(self, path: Path) -> Any:
+        assert self.may_write.wait(SECONDS)
+        return super().create(path)
+
+
+class Listener:
+    """A trace that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def now(self) -> float:
+        return 1.5
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+
+@pytest.fixture(autouse=True)
+def _logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+
+
+class TestCap:
+    def test_lets_the_least_recently_used_leaf_go(self, tmp_path: Path) -> None:
+        store_all(tmp_path, [range(30), [*range(30), *range(100, 130)], sequence(7, 30)])
+        total = sum(path.stat().st_size for path in files(tmp_path))
+        with SsdStore(tmp_path, total + 100) as store:
+            cache = PromptCache(RAM, cold=store)
+            # The prefix was used longest ago, but something hangs on it.
+            assert taken(cache, [*range(30), *range(100, 130), 7]) == 60
+            put(cache, sequence(8, 30))
+            assert cache.flush(SECONDS).writes == 0
+            cache.clear()
+            assert cache.plan([*range(30), *range(100, 130), 7]).cold_tokens == 60
+            assert cache.plan([*sequence(7, 30), 7]).cold_tokens == 0
+            assert cache.plan([*sequence(8, 30), 7]).cold_tokens == 30
+            assert store.statistics().evicted == 1
+            store.check_integrity()
+
+    def test_recency_survives_a_restart(self, tmp_path: Path) -> None:
+        for start in (1, 2, 3):
+            store_all(tmp_path, [sequence(start, 30)])
+        with SsdStore(tmp_path, CAP) as store:
+            assert taken(PromptCache(RAM, cold=store), [*sequence(1, 30), 7]) == 30
+        (tmp_path / VERSION / SIDECAR).unlink()
+        total = sum(path.stat().st_size for path in files(tmp_path))
+        with SsdStore(tmp_path, total + 100) as store:
+            cache = PromptCache(RAM, cold=store)
+            put(cache, sequence(4, 30))
+            assert cache.flush(SECONDS) == (0, 0)
+            cache.clear()
+            kept = [cache.plan([*sequence(start, 30), 7]).cold_tokens for start in (1, 2, 3, 4)]
+            assert kept == [30, 0, 30, 30]
+
+    def test_orphans_go_first_and_are_never_found(self, tmp_path: Path) -> None:
+        store_all(tmp_path, [sequence(1, 30), range(30), range(60)])
+        parent = next(header for header in headers(tmp_path) if header.tokens[:4] == bytes(4))
+        (tmp_path / VERSION / f"{parent.key}.safetensors").unlink()
+        total = sum(path.stat().st_size for path in files(tmp_path))
+        with SsdStore(tmp_path, total + 1000) as store:
+            cache = PromptCache(RAM, cold=store)
+            assert store.statistics().orphans == 1
+            assert cache.plan([*range(60), 7]).cold_tokens == 0
+            put(cache, sequence(2, 30))
+            assert cache.flush(SECONDS) == (0, 0)
+            assert store.statistics().orphans == 0
+            assert cache.plan([*sequence(1, 30), 7]).cold_tokens == 30
+
+    def test_an_orphan_is_found_again_with_its_parent(self, tmp_path: Path) -> None:
+        store_all(tmp_path, [range(30), range(60)])
+        parent = min(headers(tmp_path), key=lambda header: header.stop)
+        (tmp_path / VERSION / f"{parent.key}.safetensors").unlink()
+        store_all(tmp_path, [range(30)])
+        with SsdStore(tmp_path, CAP) as store:
+            assert taken(PromptCache(RAM, cold=store), [*range(60), 7]) == 60
+
+    def test_what_exceeds_it_alone_is_refused_and_leaves_ram_as_without_a_store(
+        self, tmp_path: Path
+    ) -> None:
+        with SsdStore(tmp_path, 10 * TOKEN_BYTES) as store:
+            cache = PromptCache(20 * TOKEN_BYTES, cold=store)
+            for start in range(1000, 1006):
+                assert put(cache, sequence(start, 15)).stored
+            assert cache.total_bytes <= 20 * TOKEN_BYTES
+            assert cache.demotions == 0
+            assert store.statistics().write_failures == 0
+
+    def test_what_is_being_read_stays(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store_all(tmp_path, [sequence(1, 30)])
+        (path,) = files(tmp_path)
+        with SsdStore(tmp_path, path.stat().st_size + 100) as store:
+            cache = PromptCache(RAM, cold=store)
+            put(cache, sequence(2, 30))
+            read = store._reader.read
+
+            def interrupted(*given: Any) -> Any:
+                assert cache.flush(SECONDS).writes == 1
+                return read(*given)
+
+            monkeypatch.setattr(store._reader, "read", interrupted)
+            assert taken(cache, [*sequence(1, 30), 7]) == 30
+            assert path.exists()
+
+
+class TestLock:
+    def test_a_second_store_only_reads_and_says_so(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        store_all(tmp_path, [range(30)])
+        with SsdStore(tmp_path, CAP) as first, SsdStore(tmp_path, CAP) as second:
+            assert "another process" in caplog.text
+            assert (first.statistics().is_read_only, second.statistics().is_read_only) == (0, 1)
+            cache = PromptCache(RAM, cold=second)
+            assert taken(cache, [*range(30), 7]) == 30
+            put(cache, range(50))
+            assert cache.flush(SECONDS).writes == 1
+            assert len(files(tmp_path)) == 1
+            # What the first one removes is a miss for the second.
+            match = first.find(np.arange(30, dtype=np.uint32), "")
+            assert match is not None
+            first.delete(match)
+            assert taken(PromptCache(RAM, cold=second), [*range(30), 7]) == 0
+        with SsdStore(tmp_path, CAP) as store:
+            assert not store.statistics().is_read_only
+
+    def test_a_reader_moves_no_corrupt_file(self, tmp_path: Path) -> None:
+        store_all(tmp_path, [range(30)])
+        (path,) = files(tmp_path)
+        with SsdStore(tmp_path, CAP), SsdStore(tmp_path, CAP) as second:
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+            assert taken(PromptCache(RAM, cold=second), [*range(30), 7]) == 0
+        assert path.exists()
+
+    def test_what_a_crash_left_unfinished_is_removed(self, tmp_path: Path) -> None:
+        store_all(tmp_path, [range(30)])
+        left = tmp_path / VERSION / f"{'0' * 32}-64.0{UNFINISHED}"
+        left.write_bytes(b"half")
+        with SsdStore(tmp_path, CAP):
+            assert not left.exists()
+
+
+class TestQueue:
+    def test_more_than_it_holds_is_not_taken_and_stays_in_ram(self, tmp_path: Path) -> None:
+        disk = SlowDisk()
+        with SsdStore(tmp_path, CAP, disk=disk, queue_bytes=40 * TOKEN_BYTES) as store:
+            cache = PromptCache(RAM, cold=store)
+            for start in range(1000, 1004):
+                put(cache, sequence(start, 30))
+            assert cache.demote_idle(0) == 0
+            assert store.statistics().pending_writes == 1
+            assert cache.statistics().total.evictions == 0
+            disk.may_write.set()
+            assert cache.flush(SECONDS) == (0, 0)
+            assert store.statistics().write_failures == 0
+            assert cache.demote_idle(0) == 4
+
+    def test_the_same_sequence_is_written_once(self, tmp_path: Path) -> None:
+        disk = SlowDisk()
+        with SsdStore(tmp_path, CAP, disk=disk) as store:
+            caches = [PromptCache(RAM, cold=store) for _ in range(3)]
+            for cache in caches:
+                put(cache, range(30))
+                cache.demote_idle(0)
+            assert store.statistics().pending_writes == 3
+            disk.may_write.set()
+            for cache in caches:
+                assert cache.flush(SECONDS) == (0, 0)
+            assert store.statistics().writes == 1
+
+    def test_storing_returns_before_anything_is_written(self, tmp_path: Path) -> None:
+        disk = SlowDisk()
+        with SsdStore(tmp_path, CAP, disk=disk) as store:
+            cache = PromptCache(RAM, cold=store)
+            put(cache, range(30))
+            assert cache.flush(0.01).writes == 1
+            disk.may_write.set()
+            assert cache.flush(SECONDS).writes == 0
+
+    def test_closing_writes_what_was_taken(self, tmp_path: Path) -> None:
+        with SsdStore(tmp_path, CAP) as store:
+            cache = PromptCache(RAM, cold=store)
+            for start in range(1000, 1010):
+                put(cache, sequence(start, 30))
+            cache.demote_idle(0)
+        assert len(files(tmp_path)) == 10
+
+    def test_closing_gives_up_in_time_and_says_so(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        disk = SlowDisk()
+        store = SsdStore(tmp_path, CAP, disk=disk)
+        cache = PromptCache(RAM, cold=store)
+        for start in (1, 2):
+            put(cache, sequence(start, 30))
+        cache.demote_idle(0)
+        monkeypatch.setattr("mlx_swarm.broker.cache.ssd.writer.LAST_WRITE_SECONDS", 0.0)
+        store.close(0.01)
+        assert cache.demote_idle(0) == 0
+        assert cache.statistics().total.undurable_bytes == cache.total_bytes
+        disk.may_write.set()
+        store.flush(SECONDS)
+
+
+class TestIndex:
+    def test_is_believed_only_of_files_that_did_not_change(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store_all(tmp_path, [sequence(start, 30) for start in (1, 2, 3)])
+        found: list[Opened] = []
+
+        def noted(*given: Any, **named: Any) -> Opened:
+            found.append(fill(*given, **named))
+            return found[-1]
+
+        monkeypatch.setattr(folder_module, "fill", noted)
+        with SsdStore(tmp_path, CAP):
+            pass
+        os.utime(files(tmp_path)[0])
+        with SsdStore(tmp_path, CAP) as store:
+            assert len(files(tmp_path)) == store.statistics().files == 3
+        (tmp_path / VERSION / SIDECAR).write_bytes(b"nonsense")
+        with SsdStore(tmp_path, CAP) as store:
+            assert store.statistics().files == 3
+        assert [each.headers_read for each in found] == [0, 1, 3]
+
+    def test_is_saved_while_there_is_nothing_else_to_do(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(folder_module, "SAVE_EVERY", 1)
+        with SsdStore(tmp_path, CAP) as store:
+            cache = PromptCache(RAM, cold=store)
+            put(cache, range(30))
+            cache.flush(SECONDS)
+            while not (tmp_path / VERSION / SIDECAR).exists():
+                threading.Event().wait(0.01)
+
+    @given(data=st.data(), family=st.sampled_from(sorted(FAMILIES)))
+    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    def test_finds_what_trying_every_length_finds(
+        self, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, family: str
+    ) -> None:
+        folder = tmp_path_factory.mktemp("index")
+        stored: list[list[int]] = [[0]]
+        for _ in range(data.draw(st.integers(1, 5))):
+            stem = data.draw(st.sampled_from(stored))
+            cut = data.draw(st.integers(0, len(stem)))
+            stored.append([*stem[:cut], *data.draw(TOKENS)])
+        store_all(folder, stored[1:], family)
+        for path in files(folder):
+            if data.draw(st.integers(0, 5)) == 0:
+                path.unlink()
+        known = headers(folder)
+        with SsdStore(folder, CAP) as store:
+            for tokens in [*stored, *(data.draw(TOKENS) for _ in range(3))]:
+                match = store.find(np.array(tokens, np.uint32), "")
+                assert (match.length if match else 0) == longest(known, "", tokens)
+
+
+def test_what_happens_is_traced(tmp_path: Path) -> None:
+    clock, listener = Clock(), Listener()
+    with SsdStore(tmp_path, CAP) as store:
+        cache = PromptCache(RAM, cold=store, clock=clock, trace=listener)
+        put(cache, range(30))
+        cache.flush(SECONDS)
+        clock.now += 10
+        assert cache.demote_idle(5) == 1
+        assert taken(cache, [*range(30), 7]) == 30
+        cache.clear()
+        (path,) = files(tmp_path)
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        assert taken(cache, [*range(30), 7]) == 0
+    kinds = (Spilled, Demoted, Restored, Quarantined)
+    heard = [event for event in listener.events if isinstance(event, kinds)]
+    assert [type(event) for event in heard] == list(kinds)
+    spilled, demoted, restored, _ = heard
+    assert isinstance(restored, Restored)
+    assert (restored.tokens, restored.length, restored.bytes) == (30, 30, 30 * TOKEN_BYTES)
+    assert spilled.entry == demoted.entry == restored.entry
+    assert len(quarantined(tmp_path)) == 1
+
+
+def test_an_entry_too_large_for_ram_is_stored(tmp_path: Path) -> None:
+    with SsdStore(tmp_path, CAP) as store:
+        cache = PromptCache(20 * TOKEN_BYTES, cold=store)
+        assert cache.put(range(25), build("full", range(25))).refusal == "oversize"
+        store.flush(SECONDS)
+    with SsdStore(tmp_path, CAP) as store:
+        assert taken(PromptCache(RAM, cold=store), [*range(25), 7]) == 25
+
+
+def test_statistics_add_up(tmp_path: Path) -> None:
+    with SsdStore(tmp_path, CAP) as store:
+        cache = PromptCache(RAM, cold=store)
+        put(cache, range(30))
+        cache.flush(SECONDS)
+        cache.clear()
+        assert taken(cache, [*range(30), 7]) == 30
+        counts = cache.statistics().cold
+        assert counts is not None
+        assert counts.files == counts.writes == counts.restores == 1
+        assert counts.bytes == counts.written_bytes == files(tmp_path)[0].stat().st_size
+        assert counts.restored_bytes == 30 * TOKEN_BYTES
+        assert counts.restore_seconds > 0

@@ -1,0 +1,81 @@
+"""`mlx-swarm cache`: what it prints, and that it touches nothing but what it is told to."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from mlx_swarm.broker.cache.ssd import SsdStore
+from mlx_swarm.broker.cache_cli import app
+from mlx_swarm.broker.errors import CacheError
+from tests.cache.ssd.folders import CAP, files, store_all
+
+
+def output(*arguments: str) -> str:
+    """What a command prints; raises what it fails with."""
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False, standalone_mode=False)
+    return result.stdout
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    store_all(tmp_path, [range(30), range(50)], "state", "one")
+    store_all(tmp_path, [range(40)], "full", "two")
+    return tmp_path
+
+
+def test_lists_each_namespace(folder: Path) -> None:
+    rows = [line.split() for line in output("ls", "-C", str(folder)).splitlines()[1:]]
+    assert sorted((row[1], row[2]) for row in rows) == [("1", "40"), ("2", "50")]
+
+
+def test_shows_files_by_the_beginning_of_their_name_or_namespace(folder: Path) -> None:
+    for path in files(folder):
+        text = output("show", path.name[:40], "-C", str(folder))
+        assert text.startswith(path.name.removesuffix(".safetensors"))
+    namespace = output("ls", "-C", str(folder)).splitlines()[-1].split()[0]
+    assert "and a checkpoint" in output("show", namespace, "-C", str(folder))
+
+
+def test_verifies_every_byte(folder: Path) -> None:
+    assert output("verify", "-C", str(folder)).startswith("3 files with")
+    path = files(folder)[0]
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(CacheError, match="1 files are not"):
+        output("verify", "-C", str(folder))
+    assert len(files(folder)) == 3
+
+
+def test_removes_a_namespace_or_all(folder: Path) -> None:
+    namespace = output("ls", "-C", str(folder)).splitlines()[1].split()[0]
+    assert output("rm", namespace, "-C", str(folder)) == "removed 1 files\n"
+    assert len(files(folder)) == 2
+    assert output("rm", "--all", "-C", str(folder)) == "removed 2 files\n"
+    assert not files(folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["rm"], "say what to remove"),
+        (["rm", "ab", "--all"], "say what to remove"),
+        (["rm", "xyz"], "begins with 'xyz'"),
+        (["show", "xyz"], "begins with 'xyz'"),
+    ],
+)
+def test_says_what_it_cannot_do(folder: Path, arguments: Sequence[str], said: str) -> None:
+    with pytest.raises(CacheError, match=said):
+        output(*arguments, "-C", str(folder))
+    assert len(files(folder)) == 3
+
+
+def test_removes_nothing_that_a_broker_uses(folder: Path) -> None:
+    with SsdStore(folder, CAP), pytest.raises(CacheError, match="another process"):
+        output("rm", "--all", "-C", str(folder))
+    assert len(files(folder)) == 3
+
+
+def test_a_folder_without_a_store_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CacheError, match="no cold store"):
+        output("ls", "-C", str(tmp_path))
