@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from anyio import to_thread
@@ -20,6 +21,7 @@ from .request import Completed, Message, Request, RequestId, StreamEvent, check_
 from .trace.recorder import Recorder, RecorderStatistics
 
 if TYPE_CHECKING:
+    from .cache.cold import Flushed
     from .engine.loop import EngineLoop, EngineStatistics
     from .models import LoadedModel, Progress, Rendered
 
@@ -40,10 +42,12 @@ class Broker:
 
     `model` is what `mlx_swarm.broker.models.load` takes. `ram` bounds the prompt cache, in bytes
     or as text ("2GiB", "512MB"); `memory` bounds weights, cache and running requests together
-    (default: what the device has), and requests wait for it in their order. At most `max_rows`
-    requests run at a time; between two decode steps at most `prefill_chunk` prompt tokens are
-    computed (default: as many as let running requests wait for 3.5 steps at most, by what was
-    measured; while nothing decodes, half a second's worth). `trace` is a file for the
+    (default: what the device has), and requests wait for it in their order. `cold` is a folder in
+    which prompts are kept beyond RAM and restarts, in files of at most `cold_limit` together.
+
+    At most `max_rows` requests run at a time; between two decode steps at most `prefill_chunk`
+    prompt tokens are computed (default: as many as let running requests wait for 3.5 steps at most,
+    by what was measured; while nothing decodes, half a second's worth). `trace` is a file for the
     trace events; `progress` is called, in the engine thread, while the model loads.
 
     An async context manager: entering loads the model, leaving ends everything, also what is still
@@ -56,6 +60,8 @@ class Broker:
         *,
         ram: int | str = "2GiB",
         memory: int | str | None = None,
+        cold: str | os.PathLike[str] | None = None,
+        cold_limit: int | str = "20GiB",
         dtype: str | None = None,
         max_rows: int = 32,
         prefill_chunk: int | None = None,
@@ -64,6 +70,12 @@ class Broker:
     ) -> None:
         self._ram = parse_size(ram)
         self._memory = 0 if memory is None else parse_size(memory)
+        self._cold = None if cold is None else Path(cold).expanduser()
+        self._cold_bytes = parse_size(cold_limit)
+        if self._cold is not None and self._cold.exists() and not self._cold.is_dir():
+            raise InvalidSetting(
+                f"{self._cold} is not a folder; cold must be one, or not exist yet"
+            )
         counts = {"max_rows": max_rows}
         if prefill_chunk is not None:
             counts["prefill_chunk"] = prefill_chunk
@@ -122,6 +134,13 @@ class Broker:
         engine = await self._running().call(lambda engine: engine.statistics())
         return BrokerStatistics(engine=engine, trace=self.recorder.statistics())
 
+    async def flush(self, seconds: float = 30.0) -> "Flushed":
+        """Write what only RAM has to the cold tier, so that it survives a crash.
+
+        Waits for at most so many seconds, in which no request goes on; returns what is left.
+        """
+        return await self._running().call(lambda engine: engine.flush(seconds))
+
     async def aclose(self) -> None:
         """End everything; open requests fail with `BrokerClosed`. Safe to repeat."""
         thread, self._thread, self._text = self._thread or self._opening, None, None
@@ -172,9 +191,20 @@ class Broker:
         )
         try:
             model = self._load(report)
-            settings = EngineSettings(self._ram, self._max_rows, self._prefill_chunk, self._memory)
+            settings = EngineSettings(
+                self._ram,
+                self._max_rows,
+                self._prefill_chunk,
+                self._memory,
+                self._cold,
+                self._cold_bytes,
+            )
+
+            def post(run: Callable[[], None]) -> None:
+                thread.post_from_finaliser(lambda engine: run())
+
             with runnable(model.name):
-                engine = EngineLoop(model, recorder, settings)
+                engine = EngineLoop(model, recorder, settings, post)
         except BaseException:
             recorder.close()
             raise

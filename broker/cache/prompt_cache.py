@@ -105,6 +105,7 @@ class PromptCache:
         )
         self._lender.on_released = self._room.make
         self._intake = Intake(self._holdings, self._room, self._reporter, self._writes)
+        self._unwritten: dict[Node, Space] = {}
         self._restores = (
             Restores(cold, self._intake, self._holdings, self._reporter, self._clock)
             if cold is not None
@@ -244,6 +245,8 @@ class PromptCache:
             return stored
         space.counts["puts"] += 1
         space.counts["duplicates"] += not stored.new_tokens
+        if self._writes is not None:
+            self._unwritten[node] = space
         self._announce(space, key, node, stored)
         self._room.tidy()
         return stored
@@ -273,6 +276,23 @@ class PromptCache:
             self._holdings.compact_until(lambda: not self._holdings.reclaimable_bytes)
             mx.clear_cache()
         return demoted
+
+    def write_behind(self) -> bool:
+        """Begin to write one sequence that was put and that only RAM has; False if there is none,
+        or none can be taken now. The cold tier writes it in the background.
+        """
+        self._settle()
+        while self._unwritten:
+            assert self._writes is not None
+            node, space = next(iter(self._unwritten.items()))
+            if self._writes.lacks(node):
+                if not self._writes.is_available or not self._writes.begin(space, node):
+                    return False
+                space.counts["spills"] += 1
+                del self._unwritten[node]
+                return True
+            del self._unwritten[node]
+        return False
 
     def flush(self, timeout: float) -> Flushed:
         """Write what only RAM has to the cold tier, for at most `timeout` seconds.
@@ -381,7 +401,7 @@ class PromptCache:
             max_bytes=self.max_bytes,
             total=total,
             namespaces=each,
-            leases=len(self._lender),
+            leases=len(self._lender) - (self._writes.leases if self._writes is not None else 0),
             departing_bytes=self._lender.departing_bytes,
             cold=self._cold.statistics() if self._cold is not None else None,
         )

@@ -85,6 +85,17 @@ class ColdWrites:
         """Whether the node is on its way to the store."""
         return node in self._writing
 
+    @property
+    def leases(self) -> int:
+        """How many nodes are kept because they are being written."""
+        return len(self._writing)
+
+    def lacks(self, node: Node) -> bool:
+        """Whether a node is in RAM, not stored, and neither on its way nor refused."""
+        if node.span is None or node in self._writing or node in self._refused:
+            return False
+        return not self.is_durable(node)
+
     def begin(self, space: Space, node: Node) -> bool:
         """Start writing the path that ends at a node; False if the store does not take it."""
         path = node.path()

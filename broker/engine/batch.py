@@ -6,7 +6,7 @@ are prefilled together, in the batch, where all rows decode. They share their pr
 the statistics say why.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import mlx.core as mx
@@ -17,12 +17,12 @@ from ..affinity import ThreadGuard
 from ..cache.intake import Row as StoredRow
 from ..cache.prefix_hash import Tokens, as_tokens
 from ..cache.prompt_cache import PromptCache
+from ..cache.restores import Restoration
 from ..errors import SwarmError
 from ..models import LoadedModel
 from .ahead import Ahead
 from .batch_test import batch_test
 from .decode_batch import DecodeStatistics
-from .pace import Pace
 from .replicated import ReplicatedDecoder
 from .row import Row, RowToken
 from .self_test import self_test
@@ -72,7 +72,11 @@ class BatchLane:
     """
 
     def __init__(
-        self, model: LoadedModel, cache: PromptCache, max_rows: int, pace: Pace | None = None
+        self,
+        model: LoadedModel,
+        cache: PromptCache,
+        max_rows: int,
+        on_prefilled: Callable[[int, float], None] = lambda tokens, seconds: None,
     ) -> None:
         self._guard = ThreadGuard()
         self._guard.check()
@@ -81,7 +85,7 @@ class BatchLane:
         self._self_test = self_test(model.model)
         self._verdict = batch_test(model.model, model.make_caches)
         layout = self._verdict.layout
-        self._ahead = Ahead(pace.note_prefill) if pace is not None else Ahead()
+        self._ahead = Ahead(on_prefilled)
         self._shared = (
             SharedDecoder(model, cache, self._verdict, self._ahead) if layout is not None else None
         )
@@ -103,11 +107,14 @@ class BatchLane:
         copied = shared if self._verdict.layout is None else 0
         return layout.bytes_per_token * (tokens + copied) + layout.state_bytes
 
-    def open(self, row: Row) -> None:
-        """Give the row its caches: a clone of what the prompt cache has, or empty ones."""
+    def open(self, row: Row, restoration: Restoration | None = None) -> None:
+        """Give the row its caches: a clone of what the prompt cache has, or empty ones.
+
+        `restoration` is what was read for it from the tier below, if anything was.
+        """
         self._guard.check()
         if row.reads_cache:
-            row.lease = self._cache.take(row.prompt, row.namespace)
+            row.lease = self._cache.lease(row.prompt, row.namespace, restoration)
             row.plan = row.lease.plan if row.lease else self._cache.plan(row.prompt, row.namespace)
         if row.lease is not None:
             row.position = row.stored = row.lease.length

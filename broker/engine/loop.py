@@ -5,16 +5,20 @@ that fails ends the rows of that step; the loop goes on.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Concatenate, NamedTuple, ParamSpec
 
 from mlx_lm.models.cache import KVCache
 from msgspec import Struct
 
 from ..affinity import ThreadGuard
+from ..cache.cold import Flushed
 from ..cache.ledger import Ledger, LedgerStatistics, Purpose
 from ..cache.prefix_hash import Tokens
 from ..cache.prompt_cache import PromptCache
+from ..cache.restores import Restoration
+from ..cache.ssd import SsdStore
 from ..cache.statistics import CacheStatistics
 from ..errors import BrokerClosed, EngineFailed, SwarmError
 from ..models import LoadedModel
@@ -25,6 +29,7 @@ from .admission import Admission
 from .batch import BatchLane, LaneStatistics, RowToken
 from .memory import RowMemory, device_limit, weight_bytes
 from .pace import Pace
+from .restoring import Post, Restoring
 from .row import Row
 from .sampling import RowSampler
 from .scheduler import Admit, Decode, Part, Prefill, Scheduler, SchedulerStatistics, Store, Wait
@@ -45,6 +50,9 @@ class EngineStatistics(Struct, frozen=True, kw_only=True):
     memory: LedgerStatistics
 
 
+CLOSE_SECONDS = 10.0
+"""What writes to the cold tier get to end when the broker is closed."""
+
 PREFILL_CHUNK = 512
 """Prompt tokens computed at once while nothing is known about the machine's speed."""
 
@@ -52,19 +60,30 @@ PREFILL_CHUNK = 512
 class EngineSettings(NamedTuple):
     """`ram` and `memory` are in bytes, `prefill_chunk` in tokens. `ram` is for the prompt cache,
     `memory` for everything; 0 takes the limit from the device. Without `prefill_chunk` chunks are
-    sized by time (`Pace`).
+    sized by time (`Pace`). `cold` is the folder of the tier below, of at most `cold_bytes`.
     """
 
     ram: int
     max_rows: int
     prefill_chunk: int | None
     memory: int = 0
+    cold: Path | None = None
+    cold_bytes: int = 0
 
 
 class EngineLoop:
-    """The worker of an `EngineThread`: one model, one prompt cache, one batch lane."""
+    """The worker of an `EngineThread`: one model, one prompt cache, one batch lane.
 
-    def __init__(self, model: LoadedModel, recorder: Recorder, settings: EngineSettings) -> None:
+    `post` runs something in its thread, later; without it the cold tier is read in between.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        recorder: Recorder,
+        settings: EngineSettings,
+        post: Post | None = None,
+    ) -> None:
         self._guard = ThreadGuard()
         self._guard.check()
         self.model = model
@@ -72,9 +91,11 @@ class EngineLoop:
         self._admission = Admission(model)
         self.ledger = Ledger(settings.memory or device_limit())
         self.ledger.charge(Purpose.WEIGHTS, weight_bytes(model))
-        self.cache = PromptCache(settings.ram, ledger=self.ledger, trace=recorder)
+        self._cold = SsdStore(settings.cold, settings.cold_bytes) if settings.cold else None
+        self.cache = PromptCache(settings.ram, cold=self._cold, ledger=self.ledger, trace=recorder)
         self._pace = Pace(PREFILL_CHUNK, settings.prefill_chunk)
-        self.lane = BatchLane(model, self.cache, settings.max_rows, self._pace)
+        self._restoring = Restoring(self._restored, post)
+        self.lane = BatchLane(model, self.cache, settings.max_rows, self._note_prefill)
         self.scheduler = Scheduler(
             self.cache.peek_prefix_len,
             max_rows=settings.max_rows,
@@ -117,6 +138,10 @@ class EngineLoop:
         if row is not None:
             self._guarded(row, self._end, "cancelled")
 
+    def flush(self, seconds: float) -> Flushed:
+        """Write what only RAM has to the cold tier; what is left when the time is over."""
+        return self.cache.flush(seconds)
+
     def statistics(self) -> EngineStatistics:
         """What is going on, and what it has cost."""
         return EngineStatistics(
@@ -134,7 +159,7 @@ class EngineLoop:
         counts = self.scheduler.statistics()
         leased = [row for row in self._rows.values() if row.lease is not None]
         assert counts.decoding == len(self.lane.running)
-        open_rows = counts.prefilling + counts.decoding
+        open_rows = counts.restoring + counts.prefilling + counts.decoding
         assert open_rows >= len(leased) == self.cache.statistics().leases
         self.lane.check_integrity()
         self.ledger.check_integrity()
@@ -153,21 +178,28 @@ class EngineLoop:
             return True
 
     def close(self) -> None:
-        """Fail what is open as closed, release every lease, end the lane and the trace."""
+        """Fail what is open as closed, release every lease, end the lane, the tiers and the trace.
+
+        Writes to the cold tier get some seconds to end.
+        """
         self._guard.check()
         for row in list(self._rows.values()):
             with suppress(Exception):  # the reader is told first of all
                 self._fail(row, BrokerClosed(f"the broker was closed while {row.id} was open"))
-        try:
-            self.lane.close()
-            self.cache.clear()
-        finally:
-            self._recorder.close()
+        with ExitStack() as last:
+            last.callback(self._recorder.close)
+            if self._cold is not None:
+                last.callback(self._cold.close)
+            last.callback(self.cache.clear)
+            last.callback(self._restoring.close)
+            if self._cold is not None:
+                last.callback(self.cache.flush, CLOSE_SECONDS)
+            last.callback(self.lane.close)
 
     def _turn(self) -> bool:
         match self.scheduler.next():
             case None:
-                return False
+                return self.cache.write_behind()
             case Admit(request, not_worth_waiting):
                 row = self._rows[request]
                 self._guarded(row, self._admit, not_worth_waiting)
@@ -185,7 +217,31 @@ class EngineLoop:
     def _admit(self, row: Row, not_worth_waiting: bool) -> None:
         row.admitted = self._recorder.now()
         self._memory.require(row)
-        self.lane.open(row)
+        restoration = None
+        if row.reads_cache:
+            restoration = self.cache.restoration(row.prompt, row.namespace)
+        if restoration is None:
+            self._open(row, not_worth_waiting)
+        else:
+            self.scheduler.restoring(row.id)
+            self._restoring.begin(restoration, row)
+
+    def _restored(self, restoration: Restoration, rows: Sequence[Row]) -> None:
+        """The first who still waits makes what was read resident; the others find it there."""
+        waiting = [row for row in rows if self._rows.get(row.id) is row]
+        for row in reversed(waiting[1:]):
+            self.scheduler.restored(row.id)
+        if waiting:
+            self._guarded(waiting[0], self._open, restoration=restoration)
+        else:
+            lease = self.cache.lease(rows[0].prompt, rows[0].namespace, restoration)
+            if lease is not None:
+                lease.release()
+
+    def _open(
+        self, row: Row, not_worth_waiting: bool = False, restoration: Restoration | None = None
+    ) -> None:
+        self.lane.open(row, restoration)
         plan = row.plan
         self._emit(
             events.Planned,
@@ -255,6 +311,10 @@ class EngineLoop:
         if self.scheduler.stored(row.id):
             self._join(row)
 
+    def _note_prefill(self, tokens: int, seconds: float) -> None:
+        self._pace.note_prefill(tokens, seconds)
+        self.cache.note_prefill(tokens, seconds)
+
     def _computed(self, request: RequestId) -> Tokens:
         return self.lane.computed(self._rows[request])
 
@@ -274,6 +334,7 @@ class EngineLoop:
         row.joined = self._recorder.now()
 
     def _decode(self) -> None:
+        self.cache.write_behind()
         began = self._recorder.now()
         try:
             tokens = self.lane.step()

@@ -78,6 +78,7 @@ class SchedulerStatistics(Struct, frozen=True, kw_only=True):
 
     queued: int
     waiting: int
+    restoring: int
     prefilling: int
     decoding: int
 
@@ -85,6 +86,7 @@ class SchedulerStatistics(Struct, frozen=True, kw_only=True):
 class _State(Enum):
     QUEUED = "queued"
     WAITING = "waiting"
+    RESTORING = "restoring"
     PREFILLING = "prefilling"
     DECODING = "decoding"
 
@@ -158,6 +160,7 @@ class Scheduler:
         self._entries: dict[RequestId, _Entry] = {}
         # In order of arrival or admission: dicts for their cheap removal.
         self._pending: dict[_Entry, None] = {}
+        self._restoring: dict[_Entry, None] = {}
         self._prefilling: dict[_Entry, None] = {}
         self._decoding: dict[_Entry, None] = {}
         self._due: dict[_Entry, None] = {}
@@ -192,13 +195,29 @@ class Scheduler:
         """
         entry = self._entries[request]
         entry.boundaries |= frozenset(stops)
-        self._unfollow(entry)
-        del self._pending[entry]
+        self._leave_queue(entry)
+        self._restoring.pop(entry, None)
         entry.position = entry.stored = position
         entry.state = _State.PREFILLING
         self._prefilling[entry] = None
         self._undecided = True
         return self._finish_prefill(entry)
+
+    def restoring(self, request: RequestId) -> None:
+        """Instead of `admitted`: the request has a row, and waits for the tier below memory."""
+        entry = self._entries[request]
+        self._leave_queue(entry)
+        entry.state = _State.RESTORING
+        self._restoring[entry] = None
+        self._undecided = True
+
+    def restored(self, request: RequestId) -> None:
+        """What the request waited for is in memory, or never will be: it is first in the queue."""
+        entry = self._entries[request]
+        del self._restoring[entry]
+        entry.state = _State.QUEUED
+        self._pending = {entry: None, **self._pending}
+        self._memory_changed()
 
     def prefilled(self, request: RequestId, position: int, *, lasting: bool = False) -> bool:
         """The request's prompt is computed up to `position`. Whether it decodes from now on.
@@ -234,7 +253,8 @@ class Scheduler:
         entry = self._entries.pop(request)
         self._unfollow(entry)
         self._free_followers(entry)
-        for place in (self._pending, self._prefilling, self._decoding, self._due):
+        places = self._pending, self._restoring, self._prefilling, self._decoding, self._due
+        for place in places:
             place.pop(entry, None)
         self._memory_changed()
 
@@ -244,6 +264,7 @@ class Scheduler:
         return SchedulerStatistics(
             queued=states.count(_State.QUEUED),
             waiting=states.count(_State.WAITING),
+            restoring=states.count(_State.RESTORING),
             prefilling=states.count(_State.PREFILLING),
             decoding=states.count(_State.DECODING),
         )
@@ -252,9 +273,10 @@ class Scheduler:
         """Assert what must always hold."""
         counts = self.statistics()
         assert counts.queued + counts.waiting == len(self._pending)
+        assert counts.restoring == len(self._restoring)
         assert counts.prefilling == len(self._prefilling)
         assert counts.decoding == len(self._decoding)
-        assert counts.prefilling + counts.decoding <= self._max_rows
+        assert self._occupied() <= self._max_rows
         assert self._due.keys() <= self._prefilling.keys() | self._decoding.keys()
         for entry in self._entries.values():
             assert 0 <= entry.position <= entry.end
@@ -267,7 +289,7 @@ class Scheduler:
     def _decide(self) -> Work | None:
         """Who leaves the queue, and who waits for whom."""
         if self._undecided:
-            self._admits = len(self._prefilling) + len(self._decoding) < self._max_rows
+            self._admits = self._occupied() < self._max_rows
             # Nobody is admitted without room, and who is far from admission can decide later: else
             # a long queue would be gone through at every change.
             near = None if self._admits else LOOKAHEAD * self._max_rows
@@ -307,6 +329,13 @@ class Scheduler:
             return None
         self._since_decode = 0
         return Decode()
+
+    def _occupied(self) -> int:
+        return len(self._restoring) + len(self._prefilling) + len(self._decoding)
+
+    def _leave_queue(self, entry: _Entry) -> None:
+        self._unfollow(entry)
+        self._pending.pop(entry, None)
 
     def _leader_of(self, entry: _Entry) -> tuple[_Entry | None, int, bool]:
         """Who will store most of this prompt, how much, and whether that is worth waiting for."""

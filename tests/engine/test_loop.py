@@ -280,7 +280,7 @@ async def test_an_out_of_memory_of_one_row_keeps_its_type() -> None:
         raise OutOfMemory("1 GiB needed, 0.5 GiB left")
 
     async with tiny() as broker:
-        await inside(broker, lambda engine: setattr(engine.cache, "take", refuse))
+        await inside(broker, lambda engine: setattr(engine.cache, "lease", refuse))
         found = await outcomes(broker, request())
         await check_idle(broker)
     assert isinstance(found[0], OutOfMemory)
