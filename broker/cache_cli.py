@@ -16,13 +16,16 @@ NAME_DIGITS = 16
 app = typer.Typer(no_args_is_help=True, help="Look into the cold store: KV that is kept on disk.")
 
 FolderOption = Annotated[
-    Path, typer.Option("--folder", "-C", help="The folder that was given as cold.")
+    Path | None,
+    typer.Option(
+        "--folder", "-C", help="The folder that was given as cold.", show_default="the demo's"
+    ),
 ]
 Beginning = Annotated[str, typer.Argument(help="How a file's name or a namespace begins.")]
 
 
 @app.command("ls")
-def list_namespaces(folder: FolderOption) -> None:
+def list_namespaces(folder: FolderOption = None) -> None:
     """List what each namespace has on disk, the last used first."""
     from .cache.ledger import format_bytes
     from .cache.ssd.inspection import namespaces
@@ -38,7 +41,7 @@ def list_namespaces(folder: FolderOption) -> None:
 
 
 @app.command("show")
-def show(beginning: Beginning, folder: FolderOption) -> None:
+def show(beginning: Beginning, folder: FolderOption = None) -> None:
     """Show what files hold, and on which others they hang."""
     from .cache.ssd.inspection import headers
 
@@ -48,7 +51,7 @@ def show(beginning: Beginning, folder: FolderOption) -> None:
 
 
 @app.command("verify")
-def verify(folder: FolderOption) -> None:
+def verify(folder: FolderOption = None) -> None:
     """Read every byte and compare the checksums; fails if one is wrong."""
     from .cache.ledger import format_bytes
     from .cache.ssd.inspection import verify as verify_files
@@ -63,8 +66,8 @@ def verify(folder: FolderOption) -> None:
 
 @app.command("rm")
 def remove(
-    folder: FolderOption,
     beginning: Annotated[str, typer.Argument(help="How a file's name or a namespace begins.")] = "",
+    folder: FolderOption = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove all files.")] = False,
 ) -> None:
     """Remove files. What hung on them cannot be found any more and goes first later."""
@@ -75,8 +78,10 @@ def remove(
     typer.echo(f"removed {remove_files(_folder(folder), beginning):,} files")
 
 
-def _folder(given: Path) -> Path:
-    return given.expanduser().absolute()
+def _folder(given: Path | None) -> Path:
+    from .models.cache_folder import kv_folder
+
+    return (given or kv_folder()).expanduser().absolute()
 
 
 def _lines(header: "Header") -> list[str]:

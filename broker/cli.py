@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from . import cache_cli
 from .errors import SwarmError
 from .interrupts import INTERRUPTS
 
@@ -75,6 +76,9 @@ def _root(
         typer.echo(context.get_help())
 
 
+app.add_typer(cache_cli.app, name="cache")
+
+
 @app.command()
 def demo(
     agents: Annotated[int, typer.Option(help="How many agents run at once.")] = 8,
@@ -90,6 +94,10 @@ def demo(
     compare: Annotated[
         bool, typer.Option("--compare", help="Run a second time without sharing, and compare.")
     ] = False,
+    cold: Annotated[
+        bool,
+        typer.Option(help="Keep the instructions on disk for the next run, unless comparing."),
+    ] = True,
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object; all else goes to stderr.")
     ] = False,
@@ -98,7 +106,14 @@ def demo(
     # The one look upward: agents are a layer above the broker, so they are loaded by name.
     job = import_module("mlx_swarm.agents.demo")
     job.run(
-        job.Options(agents=agents, model=model, max_tokens=max_tokens, compare=compare, json=json)
+        job.Options(
+            agents=agents,
+            model=model,
+            max_tokens=max_tokens,
+            compare=compare,
+            cold=cold,
+            json=json,
+        )
     )
 
 

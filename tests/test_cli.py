@@ -16,12 +16,13 @@ import pytest
 from mlx_swarm.broker import cli
 
 MODEL = "synthetic:llama?layers=2&context=4096&tokenizer=smollm2-135m"
-DEMO = ("demo", "--model", MODEL, "--max-tokens", "6")
+DEMO = ("demo", "--no-cold", "--model", MODEL, "--max-tokens", "6")
 KEYS = {
     "agents",
     "shared_prefix_tokens",
     "prompt_tokens",
     "cached_tokens",
+    "restored_tokens",
     "prefilled_tokens",
     "seconds",
     "per_agent",
@@ -78,6 +79,27 @@ def compared() -> dict[str, Any]:
     [line] = done.stdout.splitlines()
     report: dict[str, Any] = msgspec.json.decode(line)
     return report
+
+
+def test_a_second_run_reads_its_instructions_from_disk(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MLX_SWARM_CACHE", str(tmp_path))
+    reports = []
+    for _ in range(2):
+        arguments = ["demo", "--json", "--model", MODEL, "--max-tokens", "4", "--agents", "3"]
+        assert cli.run(arguments) == 0
+        reports.append(msgspec.json.decode(capsys.readouterr().out))
+    first, second = reports
+    assert first["restored_tokens"] == 0
+    # Or the gate has found that this tiny model computes them faster than the disk reads them.
+    if second["restored_tokens"]:
+        assert second["restored_tokens"] >= second["shared_prefix_tokens"]
+        assert second["prefilled_tokens"] < first["prefilled_tokens"]
+    told = [agent["text"] for agent in first["per_agent"]]
+    assert [agent["text"] for agent in second["per_agent"]] == told
+    assert cli.run(["cache", "ls"]) == 0
+    assert "1 " in capsys.readouterr().out
 
 
 def test_json_has_the_totals_and_every_agent(compared: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from mlx_swarm.broker import Broker
 from mlx_swarm.broker.backend import BLAS_HINT, describe
 from mlx_swarm.broker.errors import InvalidRequest
 from mlx_swarm.broker.interrupts import INTERRUPTS
+from mlx_swarm.broker.models.cache_folder import kv_folder
 from mlx_swarm.broker.request import Message
 
 from ..swarm import Swarm
@@ -35,6 +36,7 @@ class Options(Struct, frozen=True, kw_only=True):
     model: str = "smollm2-135m"
     max_tokens: int | None = None
     compare: bool = False
+    cold: bool = True
     json: bool = False
 
     def validate(self) -> None:
@@ -67,7 +69,10 @@ async def _run(options: Options) -> None:
     output = messages if options.json else _console()
     async with AsyncExitStack() as stack:
         with LoadingDisplay(messages) as loading:
-            broker = await stack.enter_async_context(Broker(options.model, progress=loading.report))
+            cold = kv_folder() if options.cold and not options.compare else None
+            broker = await stack.enter_async_context(
+                Broker(options.model, cold=cold, progress=loading.report)
+            )
         if slow := describe().is_slow:
             messages.print(BLAS_HINT, highlight=False, soft_wrap=True)
         demo = Demo(broker, options, output, slow)

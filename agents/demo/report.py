@@ -12,17 +12,22 @@ AnyEvent = TypeVar("AnyEvent", Queued, Planned, FirstToken, Finished)
 
 
 class AgentRun(Struct, frozen=True, kw_only=True):
-    """One agent's request. Times are seconds on the clock of the trace."""
+    """One agent's request. `restored_tokens` are those of `cached_tokens` that were read from disk;
+    `too_slow` if there were more, but computing them was faster. Times are seconds on the clock of
+    the trace.
+    """
 
     name: str
     prompt_tokens: int
     cached_tokens: int
+    restored_tokens: int
     prefilled_tokens: int
     output_tokens: int
     text: str
     submitted: float
     first_token: float
     finished: float
+    too_slow: bool = False
 
     @property
     def ttft(self) -> float:
@@ -63,6 +68,7 @@ class Run(Struct, frozen=True):
             "shared_prefix_tokens": self.shared_prefix_tokens,
             "prompt_tokens": self.total(lambda a: a.prompt_tokens),
             "cached_tokens": self.total(lambda a: a.cached_tokens),
+            "restored_tokens": self.total(lambda a: a.restored_tokens),
             "prefilled_tokens": self.total(lambda a: a.prefilled_tokens),
             "seconds": round(self.seconds, 3),
             "per_agent": [_agent_json(agent) for agent in self.agents],
@@ -89,6 +95,8 @@ def read_run(
             name=name,
             prompt_tokens=plan.prompt_tokens,
             cached_tokens=plan.ram_tokens + plan.cold_tokens,
+            restored_tokens=plan.cold_tokens,
+            too_slow=plan.reason == "cost_gate",
             prefilled_tokens=plan.prefilled_tokens,
             output_tokens=end.output_tokens,
             text=text,

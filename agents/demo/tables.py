@@ -37,6 +37,8 @@ def print_run(console: Console, run: Run, title: str) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if told := _told_of_the_disk(run):
+        console.print(told, highlight=False, soft_wrap=True)
 
 
 def print_comparison(console: Console, shared: Run, alone: Run) -> None:
@@ -55,3 +57,12 @@ def print_comparison(console: Console, shared: Run, alone: Run) -> None:
         ratio = f"{without / with_sharing:.1f}"
         table.add_row(name, f"{with_sharing:{form}}", f"{without:{form}}", ratio)
     console.print(table)
+
+
+def _told_of_the_disk(run: Run) -> str:
+    restored = run.total(lambda a: a.restored_tokens)
+    if restored:
+        return f"{restored:,} of them were read from disk, where an earlier run had left them."
+    if any(agent.too_slow for agent in run.agents):
+        return "The disk had some of them, but computing them was faster."
+    return ""

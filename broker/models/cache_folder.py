@@ -32,6 +32,11 @@ def cache_folder(given: str | os.PathLike[str] | None = None) -> Path:
         ) from error
 
 
+def kv_folder() -> Path:
+    """Where the command line keeps prompts beyond RAM and restarts."""
+    return cache_folder() / "kv"
+
+
 @contextmanager
 def writing_into(parent: Path) -> Iterator[Path]:
     """A scratch folder inside `parent`, removed on the way out whatever happens.
