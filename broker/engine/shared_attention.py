@@ -23,7 +23,7 @@ from .decode_plan import DecodePlan, Group
 from .kernels import launch, plain
 from .kernels.launch import Geometry, Launches, make_launches
 from .kernels.schedule import build_tables, split_tails
-from .partials import partial_attention
+from .partials import biased_attention
 
 __all__ = ["DecodePlan", "Geometry", "Group", "Implementation", "Span", "Tails"]
 __all__ += ["decode_attention", "geometry_of", "implementation", "warm_up"]
@@ -124,26 +124,17 @@ def plain_attention(
     name: str,
 ) -> mx.array:
     """`decode_attention` in plain operations; `name` is `fused` or `scores`."""
-    attention = plain.fused_attention if name == FUSED else partial_attention
+    attention = plain.fused_attention if name == FUSED else biased_attention
     parts = [
-        plain.attend_span(attention, queries, span, *plan.span_rows(i), plan.span_mask(i), scale)
-        for i, span in enumerate(spans)
+        plain.attend_span(attention, queries, span, plan, index, scale)
+        for index, span in enumerate(spans)
     ]
-    runs = plan.runs()
-    if len(runs) < plan.rows:
-        lengths, begins = plan.host_lengths, plan.host_begins
-        each = [
-            plain.Run(first, last, plan.host_slots[first], begins[first], lengths[last - 1])
-            for first, last in runs
-        ]
-        parts.append(plain.attend_runs(attention, queries, tails, each, plan.window, scale))
+    runs = plan.tail_runs()
+    if runs:
+        parts.append(plain.attend_runs(attention, queries, tails, runs, scale))
     else:
         # One query each: MLX's fused attention gains nothing there.
-        parts.append(
-            plain.attend_tails(
-                partial_attention, queries, tails, plan.moved_slots, plan.tail_mask(), scale
-            )
-        )
+        parts.append(plain.attend_tails(queries, tails, plan, scale))
     return plain.merge(parts, sinks, queries.dtype)
 
 
