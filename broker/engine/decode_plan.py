@@ -94,14 +94,15 @@ class DecodePlan:
                 segments.append(Segment(index + 1, 0, group.rows, begin, group.length, group.start))
         return segments
 
-    def slot_heads(self, heads: int) -> mx.array:
-        """Where in a slab `[slots, heads, ...]`, its first two axes joined, each row's heads are:
-        `[N, heads]`."""
-        key = "slots", heads
+    def gather_places(self, heads: int) -> tuple[mx.array, mx.array]:
+        """Where each row's KV heads are, `[N, heads]` each: among the matrices of queries
+        `[N, heads, ...]` and among those of a slab `[slots, heads, ...]`."""
+        key = "places", heads
         if key not in self.made:
-            places = np.array(self.host_slots, np.uint32)[:, None] * heads
-            self.made[key] = mx.array(places + np.arange(heads, dtype=np.uint32))
-        found: mx.array = self.made[key]
+            each = np.arange(heads, dtype=np.uint32)
+            rows = np.array([range(self.rows), self.host_slots], np.uint32)[:, :, None] * heads
+            self.made[key] = tuple(map(mx.array, rows + each))
+        found: tuple[mx.array, mx.array] = self.made[key]
         return found
 
     def span_rows(self, index: int) -> tuple[mx.array | slice, mx.array | None]:

@@ -7,6 +7,7 @@ calculation for softmax" (2018); Dao et al., "Flash-Decoding for long-context in
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import mlx.core as mx
 
@@ -74,7 +75,7 @@ def weigh(
     in the shape `shape`.
     """
     queries = queries.astype(mx.float32)
-    if not _on_cpu():
+    if not on_cpu():
         # Scaling after the product keeps 16-bit inputs exact where float32 products run as TF32.
         logits = _add(score(queries) * scale, bias, shape)
         # Not exp(logits - lse): a rounded log-sum-exp would scale the whole row.
@@ -84,7 +85,7 @@ def weigh(
     largest = logits.max(axis=-1, keepdims=True)
     weights = mx.power(2.0, logits - largest)
     # As a product the sum of the weights costs next to nothing.
-    total = weights @ mx.ones((weights.shape[-1], 1))
+    total = weights @ _ones(weights.shape[-1])
     return mix(weights) / total, (largest + mx.log2(total)) * LOG_2
 
 
@@ -95,7 +96,7 @@ def bias_of(mask: mx.array) -> mx.array:
     if mask.dtype == mx.bool_:
         return mx.where(mask, 0.0, NOTHING)
     added = mx.maximum(mask.astype(mx.float32), NOTHING)
-    return added / LOG_2 if _on_cpu() else added
+    return added / LOG_2 if on_cpu() else added
 
 
 def merge_partials(
@@ -111,8 +112,15 @@ def merge_partials(
         lses.append(sink)
     elif len(outs) == 1:
         return outs[0]
+    elif len(outs) == 2:
+        return outs[0] + (outs[1] - outs[0]) * mx.sigmoid(lses[1] - lses[0])
     weights = mx.softmax(mx.concatenate(lses, axis=-1), axis=-1)
     return (mx.stack(outs, axis=-2) * weights[..., : len(outs), None]).sum(axis=-2)
+
+
+def on_cpu() -> bool:
+    """Whether MLX computes on the CPU, whose costs are others than those of a GPU."""
+    return bool(mx.default_device().type == mx.DeviceType.cpu)
 
 
 def _add(logits: mx.array, bias: mx.array | None, shape: tuple[int, ...]) -> mx.array:
@@ -121,5 +129,6 @@ def _add(logits: mx.array, bias: mx.array | None, shape: tuple[int, ...]) -> mx.
     return (logits.reshape(shape) + bias).reshape(logits.shape)
 
 
-def _on_cpu() -> bool:
-    return bool(mx.default_device().type == mx.DeviceType.cpu)
+@lru_cache(maxsize=256)
+def _ones(count: int) -> mx.array:
+    return mx.ones((count, 1))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from ..decode_plan import DecodePlan, Run
-from ..partials import NOTHING, Partial, biased_attention, merge_partials, weigh
+from ..partials import NOTHING, Partial, biased_attention, merge_partials, on_cpu, weigh
 
 Attention = Callable[[mx.array, mx.array, mx.array, float, mx.array | None], Partial]
 
@@ -75,15 +75,15 @@ def attend_tails(queries: mx.array, slab: KV, plan: DecodePlan, scale: float) ->
     tokens = min(bias.shape[-1], slab[0].shape[2])
     bias = bias[..., :tokens]
     keys, values = (part[:, :, :tokens] for part in slab)
-    if queries.dtype != mx.float32:
+    if keys.dtype != mx.float32 or not on_cpu():
         return biased_attention(queries, keys[plan.slots], values[plan.slots], scale, bias)
-    # The products read the tails where they lie.
-    place = plan.slot_heads(kv_heads)
+    # A CPU multiplies the tails where they lie; elsewhere a product might copy every slot first.
+    own, slots = plan.gather_places(kv_heads)
     out, lse = weigh(
         queries.reshape(rows, kv_heads, -1, dim),
         scale,
-        lambda folded: mx.gather_mm(folded, keys.swapaxes(-1, -2), rhs_indices=place),
-        lambda weights: mx.gather_mm(weights, values, rhs_indices=place),
+        lambda folded: mx.gather_mm(folded, keys.swapaxes(-1, -2), own, slots),
+        lambda weights: mx.gather_mm(weights, values, own, slots),
         bias,
         (rows, kv_heads, heads // kv_heads, tokens),
     )
