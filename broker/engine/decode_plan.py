@@ -95,13 +95,13 @@ class DecodePlan:
         return segments
 
     def gather_places(self, heads: int) -> tuple[mx.array, mx.array]:
-        """Where each row's KV heads are, `[N, heads]` each: among the matrices of queries
-        `[N, heads, ...]` and among those of a slab `[slots, heads, ...]`."""
+        """Where each row's KV heads are, `[heads, N]` each: among the matrices of queries
+        `[heads, N, ...]` and among those of a slab `[slots, heads, ...]`."""
         key = "places", heads
         if key not in self.made:
-            each = np.arange(heads, dtype=np.uint32)
-            rows = np.array([range(self.rows), self.host_slots], np.uint32)[:, :, None] * heads
-            self.made[key] = tuple(map(mx.array, rows + each))
+            own = np.arange(heads * self.rows, dtype=np.uint32).reshape(heads, self.rows)
+            slots = np.array(self.host_slots, np.uint32) * heads + np.arange(heads)[:, None]
+            self.made[key] = mx.array(own), mx.array(slots.astype(np.uint32))
         found: tuple[mx.array, mx.array] = self.made[key]
         return found
 
@@ -129,7 +129,7 @@ class DecodePlan:
         return bias
 
     def tail_bias(self) -> mx.array:
-        """Bias [N, 1, 1, T] of what each row does not see of its slot, T the longest tail."""
+        """Bias [N, T] of what each row does not see of its slot, T the longest tail."""
         if "tails" not in self._step:
             begins = np.array(self.host_begins)
             if self.window:
@@ -137,8 +137,7 @@ class DecodePlan:
             longest = max(1, *self.host_lengths) if self.rows else 1
             tokens = mx.arange(-(-longest // MASK_STEP) * MASK_STEP)[None]
             seen = tokens >= mx.array(begins.astype(np.int32))[:, None]
-            bias = bias_of(seen & (tokens < self.lengths[:, None]))
-            self._step["tails"] = bias[:, None, None]
+            self._step["tails"] = bias_of(seen & (tokens < self.lengths[:, None]))
         found: mx.array = self._step["tails"]
         return found
 

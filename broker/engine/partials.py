@@ -6,7 +6,7 @@ calculation for softmax" (2018); Dao et al., "Flash-Decoding for long-context in
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import mlx.core as mx
@@ -49,54 +49,41 @@ def biased_attention(
     """As `partial_attention`, with the bias of its mask."""
     rows, heads, length, dim = queries.shape
     kv_heads, tokens = keys.shape[1], keys.shape[2]
-    keys, values = keys.astype(mx.float32), values.astype(mx.float32)
-    out, lse = weigh(
-        # A group's heads are folded into the query axis, so that keys are never repeated.
-        queries.reshape(rows, kv_heads, -1, dim),
-        scale,
-        lambda folded: folded @ keys.swapaxes(-1, -2),
-        lambda weights: weights @ values,
-        bias,
-        (rows, heads, length, tokens),
-    )
+    # A group's heads are folded into the query axis, so that keys are never repeated.
+    folded = queries.astype(mx.float32).reshape(rows, kv_heads, -1, dim)
+    # Scaling after the product keeps 16-bit inputs exact where float32 products run as TF32.
+    logits = (folded @ keys.astype(mx.float32).swapaxes(-1, -2)) * _unit(scale)
+    if bias is not None:
+        logits = (logits.reshape(rows, heads, length, tokens) + bias).reshape(logits.shape)
+    values = values.astype(mx.float32)
+    if on_cpu():
+        largest = logits.max(axis=-1, keepdims=True)
+        weights, total = weights_of(logits, largest)
+        out, lse = (weights @ values) / total, (largest + mx.log2(total)) * LOG_2
+    else:
+        lse = mx.logsumexp(logits, axis=-1, keepdims=True)
+        # Not exp(logits - lse): a rounded log-sum-exp would scale the whole row.
+        out = mx.softmax(logits, axis=-1) @ values
     return out.reshape(rows, heads, length, -1), lse.reshape(rows, heads, length, 1)
 
 
-def weigh(
-    queries: mx.array,
-    scale: float,
-    score: Callable[[mx.array], mx.array],
-    mix: Callable[[mx.array], mx.array],
-    bias: mx.array | None,
-    shape: tuple[int, ...],
-) -> Partial:
-    """Attention whose two products are given: `score` makes logits `[..., T]` of float32 queries
-    `[..., dim]`, `mix` the weighted sums of the values. A bias (`bias_of`) is added to the logits
-    in the shape `shape`.
+def weights_of(logits: mx.array, largest: mx.array) -> Partial:
+    """Weights `[..., T]` and their sum `[..., 1]` of logits in units of log 2, for a CPU: there
+    MLX's exponential costs more than all the rest of attention, and twice as much as its power.
     """
-    queries = queries.astype(mx.float32)
-    if not on_cpu():
-        # Scaling after the product keeps 16-bit inputs exact where float32 products run as TF32.
-        logits = _add(score(queries) * scale, bias, shape)
-        # Not exp(logits - lse): a rounded log-sum-exp would scale the whole row.
-        return mix(mx.softmax(logits, axis=-1)), mx.logsumexp(logits, axis=-1, keepdims=True)
-    # On a CPU, MLX's exponential costs more than all the rest, and twice as much as its power.
-    logits = _add(score(queries * (scale / LOG_2)), bias, shape)
-    largest = logits.max(axis=-1, keepdims=True)
     weights = mx.power(2.0, logits - largest)
     # As a product the sum of the weights costs next to nothing.
-    total = weights @ _ones(weights.shape[-1])
-    return mix(weights) / total, (largest + mx.log2(total)) * LOG_2
+    return weights, weights @ _ones(weights.shape[-1])
 
 
 def bias_of(mask: mx.array) -> mx.array:
-    """What `weigh` adds for a mask, boolean or added; never minus infinity: a piece that nobody
-    sees has to have a log-sum-exp.
+    """What is added to logits for a mask, boolean or added itself; never minus infinity: a piece
+    that nobody sees has to have a log-sum-exp.
     """
     if mask.dtype == mx.bool_:
         return mx.where(mask, 0.0, NOTHING)
     added = mx.maximum(mask.astype(mx.float32), NOTHING)
-    return added / LOG_2 if on_cpu() else added
+    return added * _unit(1.0)
 
 
 def merge_partials(
@@ -127,6 +114,10 @@ def _add(logits: mx.array, bias: mx.array | None, shape: tuple[int, ...]) -> mx.
     if bias is None:
         return logits
     return (logits.reshape(shape) + bias).reshape(logits.shape)
+
+
+def _unit(scale: float) -> float:
+    return scale / LOG_2 if on_cpu() else scale
 
 
 @lru_cache(maxsize=256)

@@ -20,10 +20,10 @@ import mlx.core as mx
 import numpy as np
 
 from .decode_plan import DecodePlan, Group
-from .kernels import launch, plain
+from .kernels import joint, launch, plain
 from .kernels.launch import Geometry, Launches, make_launches
 from .kernels.schedule import build_tables, split_tails
-from .partials import biased_attention
+from .partials import biased_attention, on_cpu
 
 __all__ = ["DecodePlan", "Geometry", "Group", "Implementation", "Span", "Tails"]
 __all__ += ["decode_attention", "geometry_of", "implementation", "warm_up"]
@@ -124,12 +124,14 @@ def plain_attention(
     name: str,
 ) -> mx.array:
     """`decode_attention` in plain operations; `name` is `fused` or `scores`."""
+    runs = plan.tail_runs()
+    if name == SCORES and on_cpu() and not runs and tails.keys.dtype == mx.float32:
+        return joint.attend(queries, spans, tails, plan, scale, sinks)
     attention = plain.fused_attention if name == FUSED else biased_attention
     parts = [
         plain.attend_span(attention, queries, span, plan, index, scale)
         for index, span in enumerate(spans)
     ]
-    runs = plan.tail_runs()
     if runs:
         parts.append(plain.attend_runs(attention, queries, tails, runs, scale))
     else:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from ..decode_plan import DecodePlan, Run
-from ..partials import NOTHING, Partial, biased_attention, merge_partials, on_cpu, weigh
+from ..partials import NOTHING, Partial, biased_attention, merge_partials
 
 Attention = Callable[[mx.array, mx.array, mx.array, float, mx.array | None], Partial]
 
@@ -30,7 +30,7 @@ def fused_attention(
     mask = None
     if bias is not None:
         logits = logits.reshape(rows, heads, length, tokens) + bias
-        mask = bias.astype(queries.dtype)
+        mask = bias > NOTHING / 2
     lse = mx.logsumexp(logits, axis=-1).reshape(rows, heads, length, 1)
     out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
     return mx.where(lse > NOTHING / 2, out.astype(mx.float32), 0.0), lse
@@ -69,25 +69,10 @@ def attend_span(
 
 def attend_tails(queries: mx.array, slab: KV, plan: DecodePlan, scale: float) -> Partial:
     """Every row over its own tail, a slot of the slab [slots, Hkv, capacity, D]."""
-    rows, heads, _, dim = queries.shape
-    kv_heads = slab[0].shape[1]
-    bias = plan.tail_bias()
+    bias = plan.tail_bias()[:, None, None]
     tokens = min(bias.shape[-1], slab[0].shape[2])
-    bias = bias[..., :tokens]
-    keys, values = (part[:, :, :tokens] for part in slab)
-    if keys.dtype != mx.float32 or not on_cpu():
-        return biased_attention(queries, keys[plan.slots], values[plan.slots], scale, bias)
-    # A CPU multiplies the tails where they lie; elsewhere a product might copy every slot first.
-    own, slots = plan.gather_places(kv_heads)
-    out, lse = weigh(
-        queries.reshape(rows, kv_heads, -1, dim),
-        scale,
-        lambda folded: mx.gather_mm(folded, keys.swapaxes(-1, -2), own, slots),
-        lambda weights: mx.gather_mm(weights, values, own, slots),
-        bias,
-        (rows, kv_heads, heads // kv_heads, tokens),
-    )
-    return out.reshape(rows, heads, 1, -1), lse.reshape(rows, heads, 1, 1)
+    keys, values = (part[plan.slots, :, :tokens] for part in slab)
+    return biased_attention(queries, keys, values, scale, bias[..., :tokens])
 
 
 def attend_runs(
