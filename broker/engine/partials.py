@@ -86,9 +86,7 @@ def bias_of(mask: mx.array) -> mx.array:
     return added * _unit(1.0)
 
 
-def merge_partials(
-    partials: Sequence[tuple[mx.array, mx.array]], sinks: mx.array | None = None
-) -> mx.array:
+def merge_partials(partials: Sequence[Partial], sinks: mx.array | None = None) -> mx.array:
     """The attention over all pieces, float32; `sinks` `[query heads]` are logits that carry no
     value.
     """
@@ -108,12 +106,6 @@ def merge_partials(
 def on_cpu() -> bool:
     """Whether MLX computes on the CPU, whose costs are others than those of a GPU."""
     return bool(mx.default_device().type == mx.DeviceType.cpu)
-
-
-def _add(logits: mx.array, bias: mx.array | None, shape: tuple[int, ...]) -> mx.array:
-    if bias is None:
-        return logits
-    return (logits.reshape(shape) + bias).reshape(logits.shape)
 
 
 def _unit(scale: float) -> float:

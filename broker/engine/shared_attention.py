@@ -6,7 +6,7 @@ for a step and used by all layers; the arrays of keys and values differ from lay
 
 On an NVIDIA GPU two kernels do a layer (`kernels/`): one for all spans, one for all tails, the
 merge and the sinks. Elsewhere, and for shapes that the kernels do not take, plain operations do
-the same (`kernels/plain.py`); `implementation` says which one serves, and why.
+the same (`kernels/plain.py`, `kernels/joint.py`); `implementation` says which one serves, and why.
 
 Sources: Juravsky et al., "Hydragen: High-throughput LLM inference with shared prefixes" (2024);
 Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024).

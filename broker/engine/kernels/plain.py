@@ -1,4 +1,5 @@
-"""Shared-prefix decode attention in plain MLX operations, for every backend.
+"""Shared-prefix decode attention in plain MLX operations, for every backend; a CPU's steps of one
+token a row are in `joint.py`.
 
 Each span is attended to once with the queries of all its rows, each tail on its own; partial
 results are merged by their log-sum-exps, which always come from float32 scores: those of scores
