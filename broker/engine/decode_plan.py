@@ -7,9 +7,10 @@ import mlx.core as mx
 import numpy as np
 
 from .kernels.schedule import Segment, runs_of
+from .partials import bias_of
 
-MASK_STEP = 128
-"""Masks of tails come in multiples of this many tokens, so that few shapes are seen."""
+MASK_STEP = 16
+"""Biases of tails come in multiples of this many tokens, so that few shapes are seen."""
 
 
 class Group(NamedTuple):
@@ -22,6 +23,18 @@ class Group(NamedTuple):
     rows: Sequence[int]
     length: int
     start: int = 0
+
+
+class Run(NamedTuple):
+    """Rows [first, last), consecutive tokens of the tail in a slot: they see tokens [begin, end) of
+    it, less what `bias` [last - first, end - begin] hides."""
+
+    first: int
+    last: int
+    slot: int
+    begin: int
+    end: int
+    bias: mx.array
 
 
 class DecodePlan:
@@ -70,13 +83,6 @@ class DecodePlan:
         following._step = {}
         return following
 
-    def runs(self) -> list[tuple[int, int]]:
-        """The rows [first, last) that are consecutive tokens of one tail, all rows in order."""
-        if "runs" not in self._step:
-            self._step["runs"] = runs_of(self.host_lengths, self.host_slots)
-        runs: list[tuple[int, int]] = self._step["runs"]
-        return runs
-
     def segments(self) -> list[Segment]:
         """The groups' spans, less what no row of the group can see through its window."""
         segments = []
@@ -88,10 +94,16 @@ class DecodePlan:
                 segments.append(Segment(index + 1, 0, group.rows, begin, group.length, group.start))
         return segments
 
-    @property
-    def moved_slots(self) -> mx.array | None:
-        """The slots, or None where row n's is slot n."""
-        return None if self.host_slots == list(range(self.rows)) else self.slots
+    def gather_places(self, heads: int) -> tuple[mx.array, mx.array]:
+        """Where each row's KV heads are, `[heads, N]` each: among the matrices of queries
+        `[heads, N, ...]` and among those of a slab `[slots, heads, ...]`."""
+        key = "places", heads
+        if key not in self.made:
+            own = np.arange(heads * self.rows, dtype=np.uint32).reshape(heads, self.rows)
+            slots = np.array(self.host_slots, np.uint32) * heads + np.arange(heads)[:, None]
+            self.made[key] = mx.array(own), mx.array(slots.astype(np.uint32))
+        found: tuple[mx.array, mx.array] = self.made[key]
+        return found
 
     def span_rows(self, index: int) -> tuple[mx.array | slice, mx.array | None]:
         """How to pick a group's rows out of the batch, and where in them each row is (len(rows):
@@ -102,19 +114,22 @@ class DecodePlan:
         picked: tuple[mx.array | slice, mx.array | None] = self.made[key]
         return picked
 
-    def span_mask(self, index: int) -> mx.array | None:
-        """Boolean [rows of the group, P]: what the window leaves visible; None without one."""
+    def span_bias(self, index: int, ratio: int) -> mx.array | None:
+        """Bias [rows of the group * ratio, P] of what the window hides, each row `ratio` times;
+        None without one."""
         if not self.window:
             return None
-        if index not in self._step:
+        key = "span", index, ratio
+        if key not in self._step:
             group = self.groups[index]
             first = np.array([self._first_seen(row) - group.start for row in group.rows], np.int32)
-            self._step[index] = mx.arange(group.length)[None] >= mx.array(first)[:, None]
-        mask: mx.array = self._step[index]
-        return mask
+            seen = mx.arange(group.length)[None] >= mx.array(np.repeat(first, ratio))[:, None]
+            self._step[key] = bias_of(seen)
+        bias: mx.array = self._step[key]
+        return bias
 
-    def tail_mask(self) -> mx.array:
-        """Boolean [N, T]: the tokens of each row's slot that it sees, T the longest tail."""
+    def tail_bias(self) -> mx.array:
+        """Bias [N, T] of what each row does not see of its slot, T the longest tail."""
         if "tails" not in self._step:
             begins = np.array(self.host_begins)
             if self.window:
@@ -122,9 +137,30 @@ class DecodePlan:
             longest = max(1, *self.host_lengths) if self.rows else 1
             tokens = mx.arange(-(-longest // MASK_STEP) * MASK_STEP)[None]
             seen = tokens >= mx.array(begins.astype(np.int32))[:, None]
-            self._step["tails"] = seen & (tokens < self.lengths[:, None])
-        mask: mx.array = self._step["tails"]
-        return mask
+            self._step["tails"] = bias_of(seen & (tokens < self.lengths[:, None]))
+        found: mx.array = self._step["tails"]
+        return found
+
+    def tail_runs(self) -> list["Run"]:
+        """All rows, in order, as runs of consecutive tokens of one tail; empty if no tail has more
+        than one row."""
+        if "runs" not in self._step:
+            runs = runs_of(self.host_lengths, self.host_slots)
+            shared = len(runs) < self.rows
+            self._step["runs"] = [self._run(*run) for run in runs] if shared else []
+        found: list[Run] = self._step["runs"]
+        return found
+
+    def _run(self, first: int, last: int) -> "Run":
+        begin, end = self.host_begins[first], self.host_lengths[last - 1]
+        if self.window:
+            begin = max(begin, self.host_lengths[first] - self.window)
+        stop = max(end, begin + 1)  # one token at least, seen or not
+        place, token = mx.arange(end - (last - first), end)[:, None], mx.arange(begin, stop)[None]
+        seen = token <= place
+        if self.window:
+            seen = seen & (token > place - self.window)
+        return Run(first, last, self.host_slots[first], begin, stop, bias_of(seen))
 
     def _first_seen(self, row: int) -> int:
         """The absolute position of the first token in a row's window."""

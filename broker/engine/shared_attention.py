@@ -6,7 +6,7 @@ for a step and used by all layers; the arrays of keys and values differ from lay
 
 On an NVIDIA GPU two kernels do a layer (`kernels/`): one for all spans, one for all tails, the
 merge and the sinks. Elsewhere, and for shapes that the kernels do not take, plain operations do
-the same (`kernels/plain.py`); `implementation` says which one serves, and why.
+the same (`kernels/plain.py`, `kernels/joint.py`); `implementation` says which one serves, and why.
 
 Sources: Juravsky et al., "Hydragen: High-throughput LLM inference with shared prefixes" (2024);
 Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024).
@@ -20,10 +20,10 @@ import mlx.core as mx
 import numpy as np
 
 from .decode_plan import DecodePlan, Group
-from .kernels import launch, plain
+from .kernels import joint, launch, plain
 from .kernels.launch import Geometry, Launches, make_launches
 from .kernels.schedule import build_tables, split_tails
-from .partials import partial_attention
+from .partials import biased_attention, on_cpu
 
 __all__ = ["DecodePlan", "Geometry", "Group", "Implementation", "Span", "Tails"]
 __all__ += ["decode_attention", "geometry_of", "implementation", "warm_up"]
@@ -124,26 +124,19 @@ def plain_attention(
     name: str,
 ) -> mx.array:
     """`decode_attention` in plain operations; `name` is `fused` or `scores`."""
-    attention = plain.fused_attention if name == FUSED else partial_attention
+    runs = plan.tail_runs()
+    if name == SCORES and on_cpu() and not runs and tails.keys.dtype == mx.float32:
+        return joint.attend(queries, spans, tails, plan, scale, sinks)
+    attention = plain.fused_attention if name == FUSED else biased_attention
     parts = [
-        plain.attend_span(attention, queries, span, *plan.span_rows(i), plan.span_mask(i), scale)
-        for i, span in enumerate(spans)
+        plain.attend_span(attention, queries, span, plan, index, scale)
+        for index, span in enumerate(spans)
     ]
-    runs = plan.runs()
-    if len(runs) < plan.rows:
-        lengths, begins = plan.host_lengths, plan.host_begins
-        each = [
-            plain.Run(first, last, plan.host_slots[first], begins[first], lengths[last - 1])
-            for first, last in runs
-        ]
-        parts.append(plain.attend_runs(attention, queries, tails, each, plan.window, scale))
+    if runs:
+        parts.append(plain.attend_runs(attention, queries, tails, runs, scale))
     else:
         # One query each: MLX's fused attention gains nothing there.
-        parts.append(
-            plain.attend_tails(
-                partial_attention, queries, tails, plan.moved_slots, plan.tail_mask(), scale
-            )
-        )
+        parts.append(plain.attend_tails(queries, tails, plan, scale))
     return plain.merge(parts, sinks, queries.dtype)
 
 

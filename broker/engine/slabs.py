@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from ..cache.layout import Layout, TokenLeaf, dtype_of
 from ..cache.segments import Segment, Source
+from .partials import on_cpu
 
 LEAST_ROOM = 8
 """Tokens that a region can grow by at least, before everything has to move."""
@@ -118,7 +119,8 @@ class TailSlabs:
 
     def view(self, leaf: int) -> tuple[mx.array, mx.array]:
         """Keys and values as `[slots, heads, capacity, dim]`, where slot s begins at token s: the
-        slots overlap, nothing is copied.
+        slots overlap, nothing is copied. On a CPU, which multiplies nothing else fast, they are
+        float32: of 16-bit slabs that is a copy, once a layer.
         """
         keys, values = (self._view(plane) for plane in self._planes[leaf])
         return keys, values
@@ -164,6 +166,8 @@ class TailSlabs:
         assert all(plane.shape[2] == self.tokens for plane in self.arrays)
 
     def _view(self, plane: mx.array) -> mx.array:
+        if on_cpu():
+            plane = plane.astype(mx.float32)
         _, heads, tokens, dim = plane.shape
         capacity = self._longest
         shape, strides = (tokens - capacity + 1, heads, capacity, dim), (dim, tokens * dim, dim, 1)

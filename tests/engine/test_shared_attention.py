@@ -168,6 +168,36 @@ def test_16_bit_inputs_are_computed_in_float32(step: Step) -> None:
     _close(step, out, 1e-2)
 
 
+@settings(max_examples=25, deadline=None)
+@given(steps(mx.float16))
+def test_tails_may_be_wider_than_the_queries(step: Step) -> None:
+    wide = Tails(*(part.astype(mx.float32) for part in step.tails))
+    out = decode_attention(step.queries, step.spans, wide, step.plan(), scale=0.3, sinks=step.sinks)
+    assert out.dtype == mx.float16
+    _close(step, out, 2e-3)
+
+
+def test_neither_spans_nor_tails_are_copied() -> None:
+    """All that a step takes is less than a single tail."""
+    rows, tokens, size = 8, 512, 256
+    slab = mx.random.normal((1, 1, rows * tokens, size))
+    view = mx.as_strided(
+        slab, ((rows - 1) * tokens + 1, 1, tokens, size), (size, slab.size, size, 1)
+    )
+    extent = mx.random.normal((3, 1, 4096, size))
+    span = Span(extent[1], extent[2])
+    slots = [tokens * row for row in reversed(range(rows))]
+    plan = DecodePlan(
+        [Group(range(rows), 4096)], [tokens - row for row in range(rows)], slots=slots
+    )
+    queries = mx.random.normal((rows, 1, 1, size))
+    mx.eval(queries, view, span)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(decode_attention(queries, [span], Tails(view, view), plan, scale=0.1))
+    assert mx.get_peak_memory() - before < tokens * size * 4
+
+
 @settings(max_examples=15, deadline=None)
 @given(steps())
 def test_advancing_is_planning_again_one_token_later(step: Step) -> None:
