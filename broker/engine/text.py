@@ -25,8 +25,15 @@ class TextStream:
 
     def add(self, token: int) -> str:
         """The text that `token` makes certain; sets `stopped` once a stop string is complete."""
-        self._detokenizer.add_token(token)
-        return self._advance(self._detokenizer.last_segment)
+        detokenizer = self._detokenizer
+        detokenizer.add_token(token)
+        segment: str = detokenizer.last_segment
+        if self._stops:
+            return self._advance(segment)
+        # Without stop strings nothing is ever undecided.
+        if segment:
+            self._released.append(segment)
+        return segment
 
     def finish(self) -> str:
         """The rest, once no more tokens come: incomplete characters and what was held back."""
