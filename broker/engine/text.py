@@ -14,6 +14,7 @@ class TextStream:
     def __init__(self, detokenizer: Any, stops: Sequence[str] = ()) -> None:
         self._detokenizer = detokenizer
         self._stops = tuple(stops)
+        self._longest = max((len(stop) for stop in stops), default=1) - 1
         self._released: list[str] = []
         self._held = ""
         self.stopped = False
@@ -58,8 +59,7 @@ class TextStream:
 
     def _undecided(self, text: str) -> int:
         """Length of the longest end of `text` that a stop string begins with."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        for length in range(min(longest, len(text)), 0, -1):
+        for length in range(min(self._longest, len(text)), 0, -1):
             end = text[-length:]
             if any(stop.startswith(end) for stop in self._stops):
                 return length
