@@ -147,9 +147,11 @@ class Turn:
                 if event.text:
                     self._parts.append(event.text)
                     self._signal.notify()
-                self._publish(
-                    AgentDelta, text=event.text, tokens=event.tokens, logprobs=event.logprobs
-                )
+                # At every token: nothing is made that nobody listens to.
+                if self._scope.feed.has_subscribers:
+                    self._publish(
+                        AgentDelta, text=event.text, tokens=event.tokens, logprobs=event.logprobs
+                    )
             case Started():
                 self._started = event
                 self._publish(

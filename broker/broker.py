@@ -246,7 +246,7 @@ class ResponseStream:
         return self
 
     async def __anext__(self) -> StreamEvent:
-        event = await self._mailbox.receive(self.request)
+        event = await self._mailbox.receive()
         if event is None:
             raise StopAsyncIteration
         return event

@@ -348,25 +348,32 @@ class EngineLoop:
         if tokens:
             self._pace.note_step(now - began)
             self._emit(events.DecodeStep, rows=len(tokens), seconds=now - began)
-        for token in tokens:
-            row = token.row
-            self._guarded(row, self._receive, token, now)
+        for received in tokens:
+            # Written out, as `_guarded` is: this happens for every token.
+            try:
+                self._receive(received, now)
+            except Exception as error:
+                if received.row.id in self._rows:
+                    self._fail(received.row, error)
 
-    def _receive(self, row: Row, received: RowToken, now: float) -> None:
-        if isinstance(row.sampler, RowSampler) and row.sampler.error is not None:
-            raise row.sampler.error
+    def _receive(self, received: RowToken, now: float) -> None:
+        row, token, reason = received.row, received.token, received.finish_reason
+        sampler = row.sampler
+        if type(sampler) is RowSampler and sampler.error is not None:
+            raise sampler.error
         if row.first_token is None:
             row.first_token = now
             self._emit(events.FirstToken, request=row.id)
-        row.output.append(received.token)
-        ends_text = received.finish_reason == "stop"
-        text = "" if ends_text else row.text.add(received.token)
-        logprobs = () if received.logprob is None else (received.logprob,)
-        row.logprobs.extend(logprobs)
-        row.mailbox.put(Delta(row.id, text, (received.token,), logprobs))
-        if received.finish_reason is not None or row.text.stopped:
-            stopped = ends_text or row.text.stopped
-            self._end(row, "stop" if stopped else "length")
+        row.output.append(token)
+        stream = row.text
+        text = "" if reason == "stop" else stream.add(token)
+        if (logprob := received.logprob) is None:
+            row.mailbox.put(Delta(row.id, text, (token,)))
+        else:
+            row.logprobs.append(logprob)
+            row.mailbox.put(Delta(row.id, text, (token,), (logprob,)))
+        if reason is not None or stream.stopped:
+            self._end(row, "stop" if stream.stopped or reason == "stop" else "length")
 
     def _end(self, row: Row, reason: FinishReason) -> None:
         """The one way out for a request that did not fail."""

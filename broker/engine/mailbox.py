@@ -1,7 +1,11 @@
 """How results leave the engine thread without waiting for the event loop. No MLX.
 
 Everything the engine has for the loop is put into a mailbox, and one crossing a step wakes all
-readers. A reader that does not read costs at most one pending delta: deltas are merged.
+readers. A reader that does not read gets one delta in the end: deltas are merged.
+
+No operation of a mailbox takes a lock. Its list is appended to by the engine thread and taken from
+by the loop's thread, each in single calls of the list; whether to sleep is decided in the loop's
+thread, where the crossing wakes too, so no wake-up falls between the two.
 """
 
 from collections.abc import Callable
@@ -12,7 +16,7 @@ import anyio
 import anyio.lowlevel
 
 from ..errors import BrokerClosed
-from ..request import Completed, Delta, RequestId, Started, StreamEvent, TokenLogprob
+from ..request import Completed, Delta, StreamEvent
 
 Result = TypeVar("Result")
 
@@ -35,33 +39,49 @@ class Courier:
     """
 
     def __init__(self) -> None:
-        self._loop = anyio.lowlevel.current_token().native_token
+        token = anyio.lowlevel.current_token()
+        # Asked directly: anyio's own functions look the backend up anew at every call.
+        self._current_token = token.backend_class.current_token
+        self._create_event = token.backend_class.create_event
+        self._loop = token.native_token
         schedule = getattr(self._loop, "call_soon_threadsafe", None)
         self._schedule: Callable[[Callable[[], None]], object] = (
             schedule or self._loop.run_sync_soon  # type: ignore[attr-defined]
         )
         self._lock = RLock()
         self._posted: dict[Reader, None] = {}
-        self._crossing = False
+        self._crossing: dict[Reader, None] = {}
 
-    def check_loop(self) -> None:
-        """Raise `BrokerClosed` in an event loop that is never woken from here."""
-        if anyio.lowlevel.current_token().native_token is not self._loop:
+    def event(self, known: anyio.Event | None) -> anyio.Event:
+        """An event to wait for here: `known`, or a new one. Raises `BrokerClosed` in an event loop
+        that is never woken from here.
+        """
+        try:
+            here = self._current_token()
+        except RuntimeError:  # inside another kind of event loop
+            here = None
+        if here is not self._loop:
             raise BrokerClosed(
                 "the broker was opened in another event loop; open one in each loop that uses it"
             )
+        return known or self._create_event()
 
     def post(self, reader: Reader) -> None:
-        """Have `reader` woken by the next crossing."""
-        with self._lock:
-            self._posted[reader] = None
+        """Engine side: have `reader` woken by the next crossing."""
+        self._posted[reader] = None
 
     def flush(self) -> None:
-        """Cross once for everything posted. Raises `LoopGone` if there is nobody to cross to."""
+        """Engine side: cross once for everything posted. Raises `LoopGone` if there is nobody to
+        cross to.
+        """
+        if not self._posted:
+            return
+        posted, self._posted = self._posted, {}
         with self._lock:
-            if not self._posted or self._crossing:
-                return
-            self._crossing = True
+            under_way = bool(self._crossing)
+            self._crossing.update(posted)
+        if under_way:
+            return
         try:
             self._schedule(self._deliver)
         except RuntimeError as error:  # trio's RunFinishedError is one as well
@@ -69,8 +89,7 @@ class Courier:
 
     def _deliver(self) -> None:
         with self._lock:
-            self._crossing = False
-            readers, self._posted = self._posted, {}
+            readers, self._crossing = self._crossing, {}
         for reader in readers:
             reader.wake()
 
@@ -83,18 +102,15 @@ class _Waiting:
         self._awake: anyio.Event | None = None
 
     def wake(self) -> None:
+        """Let all who sleep look again."""
         if self._awake is not None:
             self._awake.set()
+            self._awake = None
 
-    async def sleep_until(self, ready: Callable[[], bool]) -> None:
-        while not ready():
-            self._courier.check_loop()
-            if self._awake is None or self._awake.is_set():
-                self._awake = anyio.Event()
-            # What arrived before the event existed woke nobody.
-            if ready():
-                break
-            await self._awake.wait()
+    def next_wake(self) -> anyio.Event:
+        """What the next `wake` sets; to be waited for at once, where nothing has come yet."""
+        event = self._awake = self._courier.event(self._awake)
+        return event
 
 
 class Reply(_Waiting, Generic[Result]):
@@ -118,7 +134,8 @@ class Reply(_Waiting, Generic[Result]):
 
     async def wait(self) -> Result:
         """Loop side: the result, or the error raised again."""
-        await self.sleep_until(lambda: self._done)
+        while not self._done:
+            await self.next_wake().wait()
         if self._error is not None:
             raise self._error
         return self._value
@@ -133,58 +150,52 @@ class Mailbox(_Waiting):
 
     def __init__(self, courier: Courier) -> None:
         super().__init__(courier)
-        self._lock = RLock()
-        self._started: Started | None = None
-        self._texts: list[str] = []
-        self._tokens: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
-        self._end: Completed | BaseException | None = None
+        self._news: list[StreamEvent | BaseException] = []
         self.ended = False
 
     def put(self, event: StreamEvent) -> None:
         """Engine side: add an event. Deltas that nobody has read yet become one."""
-        with self._lock:
-            match event:
-                case Started():
-                    self._started = event
-                case Delta():
-                    self._texts.append(event.text)
-                    self._tokens.extend(event.tokens)
-                    self._logprobs.extend(event.logprobs)
-                case Completed():
-                    self._finish(event)
-        self._courier.post(self)
+        if type(event) is Completed:
+            self._finish(event)
+        else:
+            self._news.append(event)
+            self._courier.post(self)
 
     def fail(self, error: BaseException) -> None:
         """Engine side: the request ends with an error."""
-        with self._lock:
-            self._finish(error)
-        self._courier.post(self)
+        self._finish(error)
 
-    async def receive(self, request: RequestId) -> StreamEvent | None:
+    async def receive(self) -> StreamEvent | None:
         """Loop side: the next event, None after the last; raises what the request failed with."""
-        await self.sleep_until(self._has_news)
-        with self._lock:
-            if self._started is not None:
-                started, self._started = self._started, None
-                return started
-            if self._tokens or self._texts:
-                return self._merged(request)
-            end, self._end = self._end, None
-        if isinstance(end, BaseException):
-            raise end
-        return end
+        while not self._news:
+            # In this order: the end is put before `ended` says so.
+            if self.ended and not self._news:
+                return None
+            await self.next_wake().wait()
+        event = self._news.pop(0)
+        if isinstance(event, BaseException):
+            raise event
+        if self._news and type(event) is Delta:
+            return self._merged(event)
+        return event
 
-    def _merged(self, request: RequestId) -> Delta:
-        texts, tokens, logprobs = self._texts, self._tokens, self._logprobs
-        self._texts, self._tokens, self._logprobs = [], [], []
-        return Delta(request, "".join(texts), tuple(tokens), tuple(logprobs))
-
-    def _has_news(self) -> bool:
-        with self._lock:
-            return bool(self._started or self._texts or self._tokens or self.ended)
+    def _merged(self, first: Delta) -> Delta:
+        """One delta of the first one and those that follow it directly."""
+        news = list(self._news)
+        count = next((at for at, each in enumerate(news) if not isinstance(each, Delta)), len(news))
+        if not count:
+            return first
+        del self._news[:count]
+        deltas: list[Delta] = [first, *news[:count]]  # type: ignore[list-item]
+        return Delta(
+            first.request,
+            "".join([delta.text for delta in deltas]),
+            tuple([token for delta in deltas for token in delta.tokens]),
+            tuple([item for delta in deltas for item in delta.logprobs]),
+        )
 
     def _finish(self, end: Completed | BaseException) -> None:
         if not self.ended:
+            self._news.append(end)
             self.ended = True
-            self._end = end
+            self._courier.post(self)

@@ -1,6 +1,8 @@
 """One request on its way through the engine."""
 
-from typing import Any, NamedTuple
+from typing import Any
+
+from msgspec import Struct
 
 from ..cache.lease import PromptLease
 from ..cache.ledger import Reservation
@@ -85,7 +87,7 @@ class Row:
         )
 
 
-class RowToken(NamedTuple):
+class RowToken(Struct, frozen=True):
     """One output token of a row. `finish_reason` is set with the row's last one, `logprob` if the
     row asks for it.
     """

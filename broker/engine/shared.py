@@ -10,7 +10,7 @@ from ..cache.prefix_hash import Tokens
 from ..cache.prompt_cache import PromptCache
 from ..cache.segments import Segment
 from ..models import LoadedModel
-from ..request import TokenLogprob
+from ..request import FinishReason
 from .ahead import Ahead
 from .batch_test import BatchVerdict
 from .decode_batch import DecodeBatch, DecodeStatistics
@@ -105,8 +105,21 @@ class SharedDecoder:
 
     def step(self) -> list[RowToken]:
         """One token for each row (none for rows that joined just now)."""
-        received = self._batch.step()
-        return [self._received(*each) for each in received if each[0] in self._rows]
+        rows, stops = self._rows, self._stops
+        received: list[RowToken] = []
+        for seat, token, logprob in self._batch.step():
+            row = rows.get(seat)
+            if row is None:
+                continue
+            reason: FinishReason | None = None
+            if token in stops:
+                reason = "stop"
+            elif len(seat.outputs) == seat.max_tokens:
+                reason = "length"
+            if reason is not None:
+                self._ended.add(row)
+            received.append(RowToken(row, token, reason, logprob))
+        return received
 
     def holds(self, row: Row) -> bool:
         """Whether the row was taken in, and not removed."""
@@ -145,17 +158,6 @@ class SharedDecoder:
         assert not self._ended
         assert len(self._seats) == len(self._rows) == self._batch.statistics().rows
         self._batch.check_integrity()
-
-    def _received(self, seat: Seat, token: int, logprob: TokenLogprob | None) -> RowToken:
-        row = self._rows[seat]
-        reason = None
-        if token in self._stops:
-            reason = "stop"
-        elif len(seat.outputs) == seat.max_tokens:
-            reason = "length"
-        if reason is not None:
-            self._ended.add(row)
-        return RowToken(row, token, reason, logprob)
 
     def _renew(self, row: Row) -> None:
         """Lease what was stored of the prompt meanwhile, so that nothing of it needs a copy."""

@@ -14,6 +14,7 @@ class TextStream:
     def __init__(self, detokenizer: Any, stops: Sequence[str] = ()) -> None:
         self._detokenizer = detokenizer
         self._stops = tuple(stops)
+        self._longest = max((len(stop) for stop in stops), default=1) - 1
         self._released: list[str] = []
         self._held = ""
         self.stopped = False
@@ -25,8 +26,15 @@ class TextStream:
 
     def add(self, token: int) -> str:
         """The text that `token` makes certain; sets `stopped` once a stop string is complete."""
-        self._detokenizer.add_token(token)
-        return self._advance(self._detokenizer.last_segment)
+        detokenizer = self._detokenizer
+        detokenizer.add_token(token)
+        segment: str = detokenizer.last_segment
+        if self._stops:
+            return self._advance(segment)
+        # Without stop strings nothing is ever undecided.
+        if segment:
+            self._released.append(segment)
+        return segment
 
     def finish(self) -> str:
         """The rest, once no more tokens come: incomplete characters and what was held back."""
@@ -51,8 +59,7 @@ class TextStream:
 
     def _undecided(self, text: str) -> int:
         """Length of the longest end of `text` that a stop string begins with."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        for length in range(min(longest, len(text)), 0, -1):
+        for length in range(min(self._longest, len(text)), 0, -1):
             end = text[-length:]
             if any(stop.startswith(end) for stop in self._stops):
                 return length

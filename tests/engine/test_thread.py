@@ -8,10 +8,10 @@ import time
 import anyio
 import pytest
 
-from mlx_swarm.broker.engine.mailbox import Courier, Mailbox
+from mlx_swarm.broker.engine.mailbox import Mailbox
 from mlx_swarm.broker.engine.thread import EngineThread
 from mlx_swarm.broker.errors import BrokerClosed
-from mlx_swarm.broker.request import Completed, Delta, RequestId, Started, TokenLogprob, Usage
+from mlx_swarm.broker.request import Completed, Delta, RequestId, Usage
 
 pytestmark = pytest.mark.anyio
 REQUEST = RequestId("r")
@@ -135,63 +135,11 @@ async def test_the_engine_goes_on_while_the_loop_is_blocked() -> None:
 
     thread.post(produce, mailbox.fail)
     assert done.wait(60)  # in the loop's thread: nothing can be delivered meanwhile
-    event = await mailbox.receive(REQUEST)
+    event = await mailbox.receive()
     assert event == Delta(REQUEST, "x" * 100, tuple(range(100)))
-    assert isinstance(await mailbox.receive(REQUEST), Completed)
-    assert await mailbox.receive(REQUEST) is None
+    assert isinstance(await mailbox.receive(), Completed)
+    assert await mailbox.receive() is None
     await thread.aclose()
-
-
-async def test_one_crossing_wakes_all_readers_of_a_step() -> None:
-    courier = Courier()
-    crossings = 0
-    schedule = courier._schedule
-
-    def counted(deliver: object) -> None:
-        nonlocal crossings
-        crossings += 1
-        schedule(deliver)  # type: ignore[arg-type]
-
-    courier._schedule = counted
-    mailboxes = [Mailbox(courier) for _ in range(20)]
-    got: list[object] = []
-
-    async def read(mailbox: Mailbox) -> None:
-        got.append(await mailbox.receive(REQUEST))
-
-    async with anyio.create_task_group() as group:
-        for mailbox in mailboxes:
-            group.start_soon(read, mailbox)
-        await anyio.wait_all_tasks_blocked()
-        for mailbox in mailboxes:
-            mailbox.put(Delta(REQUEST, "a", (1,)))
-        courier.flush()
-    assert len(got) == 20
-    assert crossings == 1
-
-
-async def test_a_mailbox_keeps_order_and_merges_what_nobody_read() -> None:
-    mailbox = Mailbox(Courier())
-    mailbox.put(Started(REQUEST, 3, 1, 0))
-    mailbox.put(Delta(REQUEST, "a", (1,)))
-    mailbox.put(Delta(REQUEST, "", (2,)))
-    mailbox.fail(ValueError("broken"))
-    mailbox.put(_completed())
-    assert await mailbox.receive(REQUEST) == Started(REQUEST, 3, 1, 0)
-    assert await mailbox.receive(REQUEST) == Delta(REQUEST, "a", (1, 2))
-    with pytest.raises(ValueError, match="broken"):
-        await mailbox.receive(REQUEST)
-    assert await mailbox.receive(REQUEST) is None
-
-
-async def test_merged_deltas_keep_the_log_probability_of_each_token() -> None:
-    mailbox = Mailbox(Courier())
-    items = [TokenLogprob(token, -0.5 * token, ((token, -0.5 * token),)) for token in range(3)]
-    for item in items:
-        mailbox.put(Delta(REQUEST, "a", (item.token,), (item,)))
-    assert await mailbox.receive(REQUEST) == Delta(REQUEST, "aaa", (0, 1, 2), tuple(items))
-    mailbox.put(Delta(REQUEST, "b", (3,), (items[0],)))
-    assert await mailbox.receive(REQUEST) == Delta(REQUEST, "b", (3,), (items[0],))
 
 
 def test_a_loop_that_died_takes_the_thread_with_it() -> None:
