@@ -35,14 +35,16 @@ class Placement:
         and whether tails have moved.
         """
         sharing = share([seat.path for seat in seats], self._max_spans)
-        added = []
+        added: list[tuple[Seat, int, Sequence[Sequence[Segment]]]] = []
         for seat, reach in zip(seats, sharing.reach, strict=True):
             is_new = not seat.tail.capacity
             count = (seat.length if is_new else seat.reach) - reach
-            if count or is_new:
+            if count:
                 source = seat.segments or path_segments(self._layout, seat.path)
                 seat.cut_path(reach)
                 added.append((seat, count, source))
+            elif is_new:
+                added.append((seat, 0, ()))
         moved = self.slabs.make_room([(seat.tail, count) for seat, count, _ in added])
         for seat, count, source in added:
             self._fill(seat, count, source)
@@ -102,8 +104,8 @@ class Placement:
     def _fill(self, seat: Seat, count: int, source: Sequence[Sequence[Segment]]) -> None:
         """Copy positions [reach, reach + count) into the front of a tail, as far as they exist."""
         start, stop = seat.reach, seat.reach + count
-        for index, leaf in enumerate(self._layout.leaves):
-            if not isinstance(leaf, TokenLeaf) or not count:
+        for index, leaf in enumerate(self._layout.leaves if count else ()):
+            if not isinstance(leaf, TokenLeaf):
                 continue
             parts = select(source[index], ((start, stop),))
             for part in parts:
