@@ -53,6 +53,8 @@ class Decoder(Protocol):
 
     @property
     def running(self) -> list[Row]: ...
+    @property
+    def rows(self) -> list[Row]: ...
     def join(self, row: Row) -> None: ...
     def step(self) -> list[RowToken]: ...
     def holds(self, row: Row) -> bool: ...
@@ -68,7 +70,7 @@ class BatchLane:
     """Runs rows from their lease to their last token. All calls from the thread that owns MLX.
 
     A method that raises leaves the lane usable; the row it was called for is then given up with
-    `discard`. If `step` raises, all running rows are lost: `reset` starts an empty batch.
+    `discard`. If `step` raises, all `rows` of the batch are lost: `reset` starts an empty one.
     """
 
     def __init__(
@@ -91,6 +93,11 @@ class BatchLane:
     def running(self) -> Sequence[Row]:
         """The rows that decode."""
         return self._decoder.running
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """The rows in the batch: those that decode, and those whose prompt is computed there."""
+        return self._decoder.rows
 
     def kv_bytes(self, tokens: int, shared: int) -> int:
         """Bytes of the KV of a row's own `tokens`, where `shared` more are read in the cache.

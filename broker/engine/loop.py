@@ -278,7 +278,7 @@ class EngineLoop:
         try:
             tokens = self.lane.step()
         except Exception as error:
-            lost = self.lane.running
+            lost = self.lane.rows
             self.lane.reset()
             for row in lost:
                 self._fail(row, error)
