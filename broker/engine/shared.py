@@ -103,7 +103,11 @@ class SharedDecoder:
         if lease.length - seat.reach < PRIVATE_TOKENS:
             lease.release()
             return
-        self._batch.rebase(seat, _pieces(lease))
+        try:
+            self._batch.rebase(seat, _pieces(lease))
+        except BaseException:
+            lease.release()
+            raise
         if row.lease is not None:
             row.lease.release()
         row.lease = lease

@@ -25,6 +25,9 @@ ROOM_SHARE = 8
 SIZE_STEPS = 16
 """Sizes of slabs between two powers of two: few shapes, and at most 1/16 wasted."""
 
+SPARE_SHARE = 2
+"""Slabs become smaller when less than one part in so many of them is in regions."""
+
 POOL_SHARE = 2
 """MLX's pool is emptied when it holds more than one part in so many of what is in use."""
 
@@ -178,6 +181,8 @@ class TailSlabs:
             return False
         if any(tail in known for tail, count in added if count):
             return False
+        if self._is_spacious(added):
+            return False
         room = self._room([(tail.used, tail) for tail in known] + [(n, t) for t, n in added])
         if all(self._settle(tail, count, room) for tail, count in added if tail not in known):
             return True
@@ -186,6 +191,12 @@ class TailSlabs:
             tail.capacity = tail.used = 0
         self._measure()
         return False
+
+    def _is_spacious(self, added: Sequence[tuple[Tail, int]]) -> bool:
+        """Whether most of the slabs was freed, which the memory ledger has given to others."""
+        new = sum(max(count, tail.reserve) for tail, count in added if not tail.capacity)
+        taken = new + sum(tail.capacity for tail in self._tails)
+        return self.tokens > SPARE_SHARE * rounded(taken)
 
     def _overhangs(self, longest: int) -> bool:
         """Whether a view so long does not fit behind every begin: a tail that gave up its front

@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_swarm.broker import Request
+from mlx_swarm.broker.engine import shared
 from mlx_swarm.broker.engine.memory import weight_bytes
 from mlx_swarm.broker.engine.row import Row
 from mlx_swarm.broker.errors import EngineFailed
@@ -84,4 +85,36 @@ def test_a_row_reads_no_further_in_the_cache_than_it_has_computed(
     driver.run()
     assert box.tokens == list(reference(model, tokens, 6))
     leases[0].release()
+    driver.check_idle()
+
+
+def test_a_failure_while_room_is_made_ends_no_other_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compacting copies, just when memory is short."""
+    model = model_of("llama")
+    driver = Driver(model, memory=weight_bytes(model) + 500 * BYTES_PER_TOKEN)
+    running = driver.submit(Request(tokens=[3] * 10, max_tokens=100))
+    driver.decode_all([running], 3)
+    monkeypatch.setattr(driver.engine.cache, "give_way", lambda nbytes: 1 / 0)
+    box = driver.submit(Request(tokens=LONG, max_tokens=250))
+    driver.run()
+    assert isinstance(box.error, EngineFailed)
+    assert running.tokens == list(reference(model, [3] * 10, 100))
+    driver.check_idle()
+
+
+def test_a_rebase_that_fails_ends_the_row_and_leaves_no_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = model_of("llama")
+    driver = Driver(model)
+    monkeypatch.setattr(shared, "PRIVATE_TOKENS", 16)
+    first = driver.submit(Request(tokens=SHARED, max_tokens=30))
+    driver.decode_all([first], 3)
+    decoder: Any = driver.engine.lane._shared
+    monkeypatch.setattr(decoder._batch, "rebase", lambda seat, path: 1 / 0)
+    request = Request(tokens=[*SHARED, 7], max_tokens=8)
+    second = driver.submit(request)
+    driver.run()
+    assert isinstance(first.error, EngineFailed)
+    assert second.tokens == list(reference(model, request.tokens, 8))
     driver.check_idle()

@@ -186,3 +186,13 @@ def test_tails_stay_where_they_are_if_new_slabs_cannot_be_had(
     world.check()
     world.step()
     world.check()
+
+
+def test_slabs_become_smaller_once_most_rows_have_left() -> None:
+    world = World()
+    world.join([100] * 16)
+    for tail in list(world.rows)[1:]:
+        world.leave(tail)
+    world.step()
+    world.check()
+    assert world.slabs.tokens <= rounded(101 + 100 // 8)
