@@ -6,6 +6,7 @@ are prefilled together, in the batch, where all rows decode. They share their pr
 the statistics say why.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
@@ -34,6 +35,8 @@ __all__ = ["BatchLane", "LaneStatistics", "RowToken"]
 
 TILE = 2048
 """Prompt tokens of one call of the model: MLX prepares its attention anew for every length."""
+
+_log = logging.getLogger(__name__)
 
 
 class LaneStatistics(Struct, frozen=True, kw_only=True):
@@ -250,6 +253,9 @@ class BatchLane:
         try:
             return self._cache.put(tokens, caches, row.namespace, row.lease).stored
         except SwarmError:
+            return False
+        except (MemoryError, RuntimeError):  # MLX raises these where it finds no memory
+            _log.exception("what request %s computed could not be stored", row.id)
             return False
 
     def _let_go(self, row: Row) -> None:

@@ -6,7 +6,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_swarm.broker import Request
-from mlx_swarm.broker.engine import shared
+from mlx_swarm.broker.cache import extents, kinds
+from mlx_swarm.broker.engine import seat, shared
 from mlx_swarm.broker.engine.memory import weight_bytes
 from mlx_swarm.broker.engine.row import Row
 from mlx_swarm.broker.errors import EngineFailed
@@ -71,13 +72,13 @@ def test_a_row_reads_no_further_in_the_cache_than_it_has_computed(
     tokens = [(7 * at + at * at % 11) % 200 + 10 for at in range(600)]
     caches = model.make_caches()
     model.model(mx.array([tokens]), cache=caches)
-    cache, seat = driver.engine.cache, driver.engine.lane.seat
+    cache, take_in = driver.engine.cache, driver.engine.lane.seat
     leases: list[Any] = []
 
     def seat_late(row: Row) -> None:
         cache.put(tokens, caches, row.namespace)
         leases.append(cache.take(tokens, row.namespace))
-        seat(row)
+        take_in(row)
         assert not leases[0].length <= row.position
 
     monkeypatch.setattr(driver.engine.lane, "seat", seat_late)
@@ -117,4 +118,25 @@ def test_a_rebase_that_fails_ends_the_row_and_leaves_no_lease(
     driver.run()
     assert isinstance(first.error, EngineFailed)
     assert second.tokens == list(reference(model, request.tokens, 8))
+    driver.check_idle()
+
+
+@pytest.mark.parametrize("kind", ["llama", "lfm2"])
+def test_what_finds_no_memory_to_be_stored_is_answered_all_the_same(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no room on purpose")
+
+    model = model_of(kind)
+    driver = Driver(model, chunk=16)
+    monkeypatch.setattr(extents, "pack", fail)
+    monkeypatch.setattr(seat, "pack", fail)
+    monkeypatch.setattr(kinds, "pack", fail)
+    requests = [Request(tokens=[*SHARED, own], max_tokens=6) for own in range(3)]
+    boxes = [driver.submit(each) for each in requests]
+    driver.run()
+    for request, box in zip(requests, boxes, strict=True):
+        assert box.error is None
+        assert box.tokens == list(reference(model, request.tokens, 6))
     driver.check_idle()
