@@ -107,7 +107,8 @@ class EngineLoop:
             prompt_tokens=len(row.prompt),
             max_tokens=row.max_tokens,
         )
-        namespace = row.namespace if row.reads_cache else None
+        # Nobody waits for what a cache of no size will not have.
+        namespace = row.namespace if row.reads_cache and self.cache.max_bytes else None
         self.scheduler.submit(row.id, row.prompt, namespace, row.boundaries)
 
     def cancel(self, request: RequestId) -> None:

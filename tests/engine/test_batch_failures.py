@@ -140,3 +140,20 @@ def test_what_finds_no_memory_to_be_stored_is_answered_all_the_same(
         assert box.error is None
         assert box.tokens == list(reference(model, request.tokens, 6))
     driver.check_idle()
+
+
+def test_nobody_waits_for_a_cache_that_is_off() -> None:
+    """Waiting would compute the same prompts all the same, one after the other."""
+    model = model_of("llama")
+    driver = Driver(model, ram=0, chunk=1024)
+    requests = [Request(tokens=[*LONG[:120], own], max_tokens=3) for own in range(6)]
+    boxes = [driver.submit(each) for each in requests]
+    while not any(box.tokens for box in boxes):
+        driver.run(1)
+        assert not driver.engine.scheduler.statistics().waiting
+    driver.decode_all(boxes, 1)
+    assert all(len(box.tokens) == 1 for box in boxes), "they were computed in one pass"
+    driver.run()
+    for request, box in zip(requests, boxes, strict=True):
+        assert box.tokens == list(reference(model, request.tokens, 3))
+    driver.check_idle()
