@@ -190,7 +190,12 @@ class Holdings:
     def _copied(self, nodes: list[Node], extent: Extent) -> list[ExtentRange]:
         # `compact` releases what it is given; the nodes keep theirs until they are replaced.
         spans = [node.span.retain() for node in nodes if isinstance(node.span, ExtentRange)]
-        fresh = compact(spans)
+        try:
+            fresh = compact(spans)
+        except BaseException:
+            for span in spans:
+                span.release()
+            raise
         self._extents[fresh[0].extent] = self._extents[extent]
         self._charge(Purpose.EXTENTS, fresh[0].extent.nbytes)
         if extent in self._hooks:

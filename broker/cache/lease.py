@@ -1,5 +1,6 @@
 """What `take` hands out: a clone of a donor's first tokens, and the pins that keep it alive."""
 
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
@@ -11,6 +12,8 @@ from .node import Node
 from .plan import Plan
 from .prefix_hash import Tokens
 from .space import Space
+
+_log = logging.getLogger(__name__)
 
 
 class PromptLease:
@@ -153,8 +156,12 @@ class Lender:
             self._holdings.give_back(span)
         if loan.node is not None:
             loan.node.tree.release(loan.node)
-        if self.on_released is not None:
+        if self.on_released is None:
+            return
+        try:
             self.on_released()
+        except Exception:  # compacting needs memory; whoever gave some back did nothing wrong
+            _log.exception("no room could be made after a lease was released")
 
 
 class _Loan(NamedTuple):

@@ -370,6 +370,11 @@ class PromptCache:
         return self._holdings.total_bytes
 
     @property
+    def free_bytes(self) -> int:
+        """Bytes that the ledger would let the cache take now, whatever its own budget."""
+        return self._holdings.allowed_bytes
+
+    @property
     def hits(self) -> int:
         """Takes that RAM could serve, whatever the cold tier had."""
         return sum(space.counts["hits"] for space in self._spaces.values())

@@ -6,6 +6,7 @@ are prefilled together, in the batch, where all rows decode. They share their pr
 the statistics say why.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -35,6 +36,8 @@ __all__ = ["BatchLane", "LaneStatistics", "RowToken"]
 TILE = 2048
 """Prompt tokens of one call of the model: MLX prepares its attention anew for every length."""
 
+_log = logging.getLogger(__name__)
+
 
 class LaneStatistics(Struct, frozen=True, kw_only=True):
     """How rows decode, `shared` or `replicated`, why not shared, and what the batch holds now.
@@ -53,6 +56,8 @@ class Decoder(Protocol):
 
     @property
     def running(self) -> list[Row]: ...
+    @property
+    def rows(self) -> list[Row]: ...
     def join(self, row: Row) -> None: ...
     def step(self) -> list[RowToken]: ...
     def holds(self, row: Row) -> bool: ...
@@ -68,7 +73,7 @@ class BatchLane:
     """Runs rows from their lease to their last token. All calls from the thread that owns MLX.
 
     A method that raises leaves the lane usable; the row it was called for is then given up with
-    `discard`. If `step` raises, all running rows are lost: `reset` starts an empty batch.
+    `discard`. If `step` raises, all `rows` of the batch are lost: `reset` starts an empty one.
     """
 
     def __init__(
@@ -95,6 +100,11 @@ class BatchLane:
     def running(self) -> Sequence[Row]:
         """The rows that decode."""
         return self._decoder.running
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """The rows in the batch: those that decode, and those whose prompt is computed there."""
+        return self._decoder.rows
 
     def kv_bytes(self, tokens: int, shared: int) -> int:
         """Bytes of the KV of a row's own `tokens`, where `shared` more are read in the cache.
@@ -250,6 +260,9 @@ class BatchLane:
         try:
             return self._cache.put(tokens, caches, row.namespace, row.lease).stored
         except SwarmError:
+            return False
+        except (MemoryError, RuntimeError):  # MLX raises these where it finds no memory
+            _log.exception("what request %s computed could not be stored", row.id)
             return False
 
     def _let_go(self, row: Row) -> None:

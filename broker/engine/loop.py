@@ -128,7 +128,8 @@ class EngineLoop:
             prompt_tokens=len(row.prompt),
             max_tokens=row.max_tokens,
         )
-        namespace = row.namespace if row.reads_cache else None
+        # Nobody waits for what a cache of no size will not have.
+        namespace = row.namespace if row.reads_cache and self.cache.max_bytes else None
         self.scheduler.submit(row.id, row.prompt, namespace, row.boundaries)
 
     def cancel(self, request: RequestId) -> None:
@@ -339,7 +340,7 @@ class EngineLoop:
         try:
             tokens = self.lane.step()
         except Exception as error:
-            lost = self.lane.running
+            lost = self.lane.rows
             self.lane.reset()
             for row in lost:
                 self._fail(row, error)

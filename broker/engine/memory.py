@@ -47,6 +47,8 @@ class RowMemory:
             self.require(row)
         except OutOfMemory:
             return not self._rows
+        except Exception:  # while room was made: `require` meets it again, for this row alone
+            return True
         return True
 
     def require(self, row: Row) -> None:

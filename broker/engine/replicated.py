@@ -34,6 +34,11 @@ class ReplicatedDecoder:
         """The rows that decode."""
         return list(self._rows.values())
 
+    @property
+    def rows(self) -> list[Row]:
+        """The same: nothing else is in the batch."""
+        return self.running
+
     def join(self, row: Row) -> None:
         """Let a row take part; copies its caches."""
         caches = materialise(row.caches) if row.position else self._model.make_caches()

@@ -53,6 +53,11 @@ class SharedDecoder:
         """The rows that decode."""
         return [row for row, seat in self._seats.items() if seat.decodes and row not in self._ended]
 
+    @property
+    def rows(self) -> list[Row]:
+        """All rows that were taken in."""
+        return list(self._seats)
+
     def can_seat(self, row: Row) -> bool:
         """Whether the rest of a row's prompt is to be computed here: it is short, and what was
         computed elsewhere is stored.
@@ -98,7 +103,11 @@ class SharedDecoder:
         if lease.length - seat.reach < PRIVATE_TOKENS:
             lease.release()
             return
-        self._batch.rebase(seat, _pieces(lease))
+        try:
+            self._batch.rebase(seat, _pieces(lease))
+        except BaseException:
+            lease.release()
+            raise
         if row.lease is not None:
             row.lease.release()
         row.lease = lease
@@ -160,10 +169,11 @@ class SharedDecoder:
         self._batch.check_integrity()
 
     def _renew(self, row: Row) -> None:
-        """Lease what was stored of the prompt meanwhile, so that nothing of it needs a copy."""
+        """Lease what was stored of the row meanwhile, so that nothing of it needs a copy."""
         if not row.reads_cache:
             return
-        lease = self._cache.renew(row.prompt, row.namespace)
+        # No more than it has computed itself, whoever stored more of the same prompt.
+        lease = self._cache.renew(row.prompt[: row.position + 1], row.namespace)
         if lease is None:
             return
         if row.lease is not None:
@@ -188,8 +198,11 @@ class SharedDecoder:
         """Whether the last piece that a row reads is better copied into its tail."""
         if row.lease is None or not seat.path:
             return False
-        last = seat.path[-1]
-        return last.stop - last.start < PRIVATE_TOKENS and self._cache.readers(row.lease) == 1
+        tokens = seat.path[-1].stop - seat.path[-1].start
+        if tokens >= PRIVATE_TOKENS or self._cache.readers(row.lease) > 1:
+            return False
+        # The row was promised memory for what it does not read in the cache, and no more.
+        return tokens * self._layout.bytes_per_token <= self._cache.free_bytes
 
     def _seat(self, row: Row) -> Seat:
         return Seat(

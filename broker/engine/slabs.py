@@ -26,6 +26,9 @@ ROOM_SHARE = 8
 SIZE_STEPS = 16
 """Sizes of slabs between two powers of two: few shapes, and at most 1/16 wasted."""
 
+SPARE_SHARE = 2
+"""Slabs become smaller when less than one part in so many of them is in regions."""
+
 POOL_SHARE = 2
 """MLX's pool is emptied when it holds more than one part in so many of what is in use."""
 
@@ -176,18 +179,34 @@ class TailSlabs:
     def _fits(self, added: Sequence[tuple[Tail, int]]) -> bool:
         """Give new tails regions where that takes no moving; whether everything has room."""
         known = set(self._tails)
-        if any(tail.used >= tail.capacity for tail in self._tails):
+        if any(tail.used >= tail.capacity for tail in self._tails) or self._overhangs(
+            self._longest
+        ):
             return False
         if any(tail in known for tail, count in added if count):
+            return False
+        if self._is_spacious(added):
             return False
         room = self._room([(tail.used, tail) for tail in known] + [(n, t) for t, n in added])
         if all(self._settle(tail, count, room) for tail, count in added if tail not in known):
             return True
         for tail in [tail for tail in self._tails if tail not in known]:
             self._tails.remove(tail)
-            tail.used = 0
+            tail.capacity = tail.used = 0
         self._measure()
         return False
+
+    def _is_spacious(self, added: Sequence[tuple[Tail, int]]) -> bool:
+        """Whether most of the slabs was freed, which the memory ledger has given to others."""
+        new = sum(max(count, tail.reserve) for tail, count in added if not tail.capacity)
+        taken = new + sum(tail.capacity for tail in self._tails)
+        return self.tokens > SPARE_SHARE * rounded(taken)
+
+    def _overhangs(self, longest: int) -> bool:
+        """Whether a view so long does not fit behind every begin: a tail that gave up its front
+        begins later.
+        """
+        return any(tail.begin + longest > self.tokens for tail in self._tails)
 
     def _measure(self) -> None:
         self._longest = max((tail.capacity for tail in self._tails), default=1)
@@ -203,7 +222,7 @@ class TailSlabs:
             begin = other.begin + other.capacity if other is not None else begin
         else:
             return False
-        if any(each.begin + longest > self.tokens for each in self._tails):
+        if self._overhangs(longest):
             return False
         tail.begin, tail.capacity, tail.used = begin, capacity, count
         self._tails.append(tail)
@@ -222,6 +241,7 @@ class TailSlabs:
         sizes = [(tail.used + added.get(tail, 0), tail) for tail in tails]
         room = self._room(sizes)
         source: list[np.ndarray[tuple[int], np.dtype[np.int32]]] = []
+        placed: list[tuple[Tail, int, int, int]] = []
         begin = 0
         regions = sorted(
             ((_capacity(tail, size, room), size, tail) for size, tail in sizes),
@@ -232,29 +252,33 @@ class TailSlabs:
             ahead = added.get(tail, 0)
             index[ahead:size] = np.arange(tail.begin, tail.begin + tail.used)
             source.append(index)
-            tail.begin, tail.capacity, tail.used = begin, capacity, size
+            placed.append((tail, begin, capacity, size))
             begin += capacity
         source.append(np.zeros(rounded(begin) - begin, np.int32))
+        # First what can fail: the other rows' tails must stay where they are then.
+        self._gather(np.concatenate(source))
+        for tail, first, capacity, used in placed:
+            tail.begin, tail.capacity, tail.used = first, capacity, used
         self._tails = tails
         self._measure()
-        self._gather(np.concatenate(source))
         self._moves += 1
         # Every size of slab that was given up stays in MLX's pool; emptying it takes long.
         if mx.get_cache_memory() > mx.get_active_memory() // POOL_SHARE:
             mx.clear_cache()
 
     def _gather(self, source: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
-        self.tokens = len(source)
         index = mx.array(source)
+        planes: dict[int, list[mx.array]] = {}
         for leaf, description in self._leaves.items():
             old = self._planes.get(leaf)
             if old is None:
-                self._planes[leaf] = [
+                planes[leaf] = [
                     mx.zeros((1, plane.heads, len(source), plane.dim), dtype_of(plane.dtype))
                     for plane in description.planes
                 ]
             else:
-                self._planes[leaf] = [mx.take(plane, index, axis=2) for plane in old]
+                planes[leaf] = [mx.take(plane, index, axis=2) for plane in old]
+        self._planes, self.tokens = planes, len(source)
 
 
 def _capacity(tail: Tail, used: int, room: int) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mlx_swarm.broker.cache import extents
 from mlx_swarm.broker.cache.prefix_hash import Tokens
 from mlx_swarm.broker.cache.prompt_cache import PromptCache
 from mlx_swarm.broker.errors import CacheError
@@ -83,6 +84,24 @@ class TestEviction:
             for start in (1, 2):
                 put(cache, sequence(1000 + start, 45))
             assert cache.statistics().total.slack_bytes == 70 * TOKEN_BYTES
+        put(cache, sequence(2000, 5))
+        assert cache.statistics().total.slack_bytes == 0
+        assert taken(cache, [*range(10), 99, 99]) == 10
+        cache.check_integrity()
+
+    def test_a_compaction_without_memory_leaves_everything_as_it_was(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cache = PromptCache(100 * TOKEN_BYTES)
+        put(cache, range(80))
+        lease = take(cache, [*range(10), 99, 99])
+        assert lease is not None
+        for start in (1, 2):
+            put(cache, sequence(1000 + start, 45))
+        with monkeypatch.context() as patch:
+            patch.setattr(extents, "pack", lambda *_: 1 / 0)
+            lease.release()
+        cache.check_integrity()
         put(cache, sequence(2000, 5))
         assert cache.statistics().total.slack_bytes == 0
         assert taken(cache, [*range(10), 99, 99]) == 10

@@ -9,7 +9,7 @@ from mlx_swarm.broker import Completed, Delta, Request
 from mlx_swarm.broker.engine.loop import EngineLoop, EngineSettings
 from mlx_swarm.broker.engine.submission import Submission
 from mlx_swarm.broker.models import LoadedModel
-from mlx_swarm.broker.request import RequestId, StreamEvent
+from mlx_swarm.broker.request import RequestId, StreamEvent, TokenLogprob
 from mlx_swarm.broker.trace.recorder import Recorder
 
 TIE = 1e-4
@@ -34,6 +34,12 @@ class Box:
         """The tokens received so far."""
         deltas = [event for event in self.events if isinstance(event, Delta)]
         return [token for delta in deltas for token in delta.tokens]
+
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        """The log-probabilities received so far."""
+        deltas = [event for event in self.events if isinstance(event, Delta)]
+        return [logprob for delta in deltas for logprob in delta.logprobs]
 
     @property
     def end(self) -> Completed | None:

@@ -11,20 +11,33 @@ import argparse
 import random
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_swarm.broker import Request, Sampling
+from mlx_swarm.broker.engine import shared
+from mlx_swarm.broker.engine.decode_batch import PrefillLimits
 from mlx_swarm.broker.engine.memory import weight_bytes
 from mlx_swarm.broker.errors import OutOfMemory
 from tests.engine.driver import Box, Driver, assert_greedy
-from tests.engine.test_shared import KINDS, FailingModel, model_of, with_model
+from tests.engine.test_shared import KINDS, SIZES, FailingModel, model_of, with_model
 from tests.tiny_broker import SHARED
+
+WORLDS = {
+    **KINDS,
+    "gemma3_text, a wide window": f"synthetic:gemma3_text?layers=4&{SIZES}&window=128",
+    "deepseek_v3": f"synthetic:deepseek_v3?layers=2&{SIZES}",
+    "falcon_h1": f"synthetic:falcon_h1?layers=2&{SIZES}",
+}
 
 RARELY = 500
 
-ACTIONS = {"submit": 6, "run": 6, "cancel": 2, "fail": 0.3, "clear": 0.2}
+LONGEST = 200
+"""Tokens of a prompt at most: forks of forks grow."""
+
+ACTIONS = {"submit": 6, "fork": 2, "repeat": 1, "run": 6, "cancel": 2, "fail": 0.3, "clear": 0.2}
 
 
 class World:
@@ -32,8 +45,8 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.kind = self.random.choice(sorted(KINDS))
-        self.model = model_of(self.kind)
+        self.kind = self.random.choice(sorted(WORLDS))
+        self.model = model_of(WORLDS[self.kind])
         self.failing: Any = FailingModel(self.model.model)
         self.driver = Driver(
             with_model(self.model, self.failing),
@@ -42,9 +55,20 @@ class World:
             chunk=self.random.choice([8, 32, 128]),
             memory=weight_bytes(self.model) + self.random.choice([200_000, 1_000_000, 1 << 30]),
         )
+        self.narrow()
         self.asked: list[Request] = []
         self.failures = 0
         self.turned = 0
+
+    def narrow(self) -> None:
+        """Limits that prompts as short as these reach."""
+        shared.PRIVATE_TOKENS = self.random.choice([8, 32, 512])
+        decoder: Any = self.driver.engine.lane._shared
+        if decoder is not None:
+            rest, keys = self.random.choice([0, 20, 256]), self.random.choice([500, 1 << 30])
+            decoder._limits = PrefillLimits(rest, keys)
+            decoder._batch._limits = decoder._limits
+            decoder._batch._placement._max_spans = self.random.choice([1, 2, 8])
 
     def live(self, steps: int) -> None:
         """So many random actions; then everything runs to its end and is checked."""
@@ -63,18 +87,47 @@ class World:
         """A request, mostly of a family that others belong to as well."""
         pick = self.random
         family = pick.randint(0, 3)
-        shared = [(token + 31 * family) % 250 for token in SHARED[: pick.choice([0, 5, 40, 60])]]
+        common = [(token + 31 * family) % 250 for token in SHARED[: pick.choice([0, 5, 40, 60])]]
         own = [pick.randint(1, 250) for _ in range(pick.choice([1, 1, 4, 12, 40]))]
-        sampled = pick.random() < 0.3
+        self.ask([*common, *own], (len(common),) if common and pick.random() < 0.5 else ())
+
+    def fork(self) -> None:
+        """What a request has said so far goes on somewhere else, whether or not it still runs."""
+        if self.asked:
+            at = self.random.randrange(len(self.asked))
+            said = [*self.asked[at].tokens, *self.driver.boxes[at].tokens]
+            kept = self.random.choice([len(said), len(said), self.random.randint(1, len(said))])
+            more = [self.random.randint(1, 250) for _ in range(self.random.choice([0, 1, 8, 30]))]
+            self.ask([*said[:kept], *more][:LONGEST])
+
+    def repeat(self) -> None:
+        """The same prompt again, several times at once."""
+        if self.asked:
+            tokens = self.random.choice(self.asked).tokens
+            for _ in range(self.random.randint(1, 3)):
+                self.ask(tokens)
+
+    def ask(self, tokens: Sequence[int], boundaries: tuple[int, ...] = ()) -> None:
+        """Submit a request with everything else left to chance."""
+        pick = self.random
+        if pick.random() < 0.2:
+            boundaries = tuple(pick.randint(0, len(tokens) + 5) for _ in range(3))
+        is_asking = pick.random() < 0.2
         self.asked.append(
             Request(
-                tokens=[*shared, *own],
+                tokens=tokens,
                 max_tokens=pick.randint(1, 24),
                 sampling=Sampling(temperature=0.8, top_p=0.9, seed=pick.randint(0, 9))
-                if sampled
+                if pick.random() < 0.3
                 else Sampling(),
+                stop=tuple(pick.choice("etaoinshr") for _ in range(2))
+                if pick.random() < 0.15
+                else (),
+                logprobs=is_asking,
+                top_logprobs=pick.choice([0, 1, 5, 20]) if is_asking else 0,
                 cache=pick.random() < 0.85,
-                boundaries=(len(shared),) if shared and pick.random() < 0.5 else (),
+                tenant=pick.choice(["", "", "", "other"]),
+                boundaries=boundaries,
             )
         )
         self.driver.submit(self.asked[-1])
@@ -101,6 +154,9 @@ class World:
         if box.error is not None:
             assert "on purpose" in str(box.error) or isinstance(box.error, OutOfMemory), box.error
             self.failures += 1
+        elif box.end is not None and box.end.finish_reason == "length":
+            assert len(box.tokens) == request.max_tokens
+        assert len(box.logprobs) == len(box.tokens) * request.logprobs
         if request.sampling.temperature == 0:
             assert_greedy(self.model, request.tokens, box.tokens)
         elif box.tokens:

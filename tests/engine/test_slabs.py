@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,6 +49,12 @@ class World:
             planes[:] = [mx.concatenate([self.fresh(count), plane], axis=2) for plane in planes]
         self.fill(tail, count)
 
+    def give_up(self, tail: Tail, count: int) -> None:
+        self.slabs.give_up(tail, count)
+        for planes in self.rows[tail]:
+            planes[:] = [plane[:, :, count:] for plane in planes]
+        self.slabs.make_room(())
+
     def step(self) -> None:
         self.slabs.make_room(())
         tails = list(self.rows)
@@ -75,6 +82,7 @@ class World:
         self.slabs.check_integrity()
         for tail, leaves in self.rows.items():
             for leaf, planes in enumerate(leaves):
+                assert all(tail.begin < len(view) for view in self.slabs.view(leaf))
                 segment = self.slabs.segment(leaf, tail, 100)
                 assert (segment.start, segment.stop) == (100, 100 + tail.used)
                 for plane, held, view in zip(
@@ -89,7 +97,7 @@ class World:
 def test_tails_keep_their_tokens_whoever_comes_grows_and_goes(data: st.DataObject) -> None:
     world = World()
     for _ in range(data.draw(st.integers(1, 12))):
-        match data.draw(st.sampled_from(["join", "step", "step", "leave", "prepend"])):
+        match data.draw(st.sampled_from(["join", "step", "step", "leave", "prepend", "give up"])):
             case "join":
                 world.join(data.draw(st.lists(st.integers(0, 30), min_size=1, max_size=4)))
             case "step" if world.rows:
@@ -97,6 +105,9 @@ def test_tails_keep_their_tokens_whoever_comes_grows_and_goes(data: st.DataObjec
                     world.step()
             case "leave" if world.rows:
                 world.leave(data.draw(st.sampled_from(list(world.rows))))
+            case "give up" if world.rows:
+                tail = data.draw(st.sampled_from(list(world.rows)))
+                world.give_up(tail, data.draw(st.integers(0, tail.used)))
             case "prepend" if world.rows:
                 tail = data.draw(st.sampled_from(list(world.rows)))
                 world.prepend(tail, data.draw(st.integers(1, 20)))
@@ -151,3 +162,37 @@ def test_sizes_come_in_few_steps() -> None:
     sizes = {rounded(tokens) for tokens in range(1, 1 << 16)}
     assert len(sizes) <= 16 * 14
     assert all(n <= rounded(n) <= max(16, n + n // 8) for n in range(1, 1 << 16))
+
+
+def test_every_tail_stays_in_view_when_one_begins_later_than_before() -> None:
+    """The views of all slots are as long as the longest region."""
+    world = World()
+    world.join([30, 30])
+    world.give_up(max(world.rows, key=lambda tail: tail.begin), 28)
+    world.check()
+
+
+def test_tails_stay_where_they_are_if_new_slabs_cannot_be_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    world.join([30, 20])
+    tail = Tail(200)
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "take", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            world.slabs.make_room([(tail, 120)])
+    assert not tail.capacity
+    world.check()
+    world.step()
+    world.check()
+
+
+def test_slabs_become_smaller_once_most_rows_have_left() -> None:
+    world = World()
+    world.join([100] * 16)
+    for tail in list(world.rows)[1:]:
+        world.leave(tail)
+    world.step()
+    world.check()
+    assert world.slabs.tokens <= rounded(101 + 100 // 8)
