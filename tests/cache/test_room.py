@@ -101,8 +101,10 @@ class TestEviction:
         with monkeypatch.context() as patch:
             patch.setattr(extents, "pack", lambda *_: 1 / 0)
             lease.release()
+            with pytest.raises(ZeroDivisionError):
+                put(cache, sequence(2000, 5))
         cache.check_integrity()
-        put(cache, sequence(2000, 5))
+        put(cache, sequence(3000, 5))
         assert cache.statistics().total.slack_bytes == 0
         assert taken(cache, [*range(10), 99, 99]) == 10
         cache.check_integrity()
