@@ -218,26 +218,35 @@ class EngineLoop:
     def _admit(self, row: Row, not_worth_waiting: bool) -> None:
         row.admitted = self._recorder.now()
         self._memory.require(row)
-        restoration = None
-        if row.reads_cache:
-            restoration = self.cache.restoration(row.prompt, row.namespace)
-        if restoration is None:
+        if not self._restores(row):
             self._open(row, not_worth_waiting)
-        else:
-            self.scheduler.restoring(row.id)
-            self._restoring.begin(restoration, row)
 
-    def _restored(self, restoration: Restoration, rows: Sequence[Row]) -> None:
-        """The first who still waits makes what was read resident; the others find it there."""
-        waiting = [row for row in rows if self._rows.get(row.id) is row]
-        for row in reversed(waiting[1:]):
-            self.scheduler.restored(row.id)
-        if waiting:
-            self._guarded(waiting[0], self._open, restoration=restoration)
-        else:
-            lease = self.cache.lease(rows[0].prompt, rows[0].namespace, restoration)
-            if lease is not None:
-                lease.release()
+    def _restores(self, row: Row) -> bool:
+        """Let a row wait for the cold tier, if that is to serve it."""
+        if self._cold is None or not row.reads_cache:
+            return False
+        if self._restoring.is_busy:
+            if not self.cache.plan(row.prompt, row.namespace).cold_tokens:
+                return False
+            self.scheduler.restoring(row.id)
+            self._restoring.wait(row)
+            return True
+        restoration = self.cache.restoration(row.prompt, row.namespace)
+        if restoration is None:
+            return False
+        self.scheduler.restoring(row.id)
+        self._restoring.begin(restoration, row)
+        return True
+
+    def _restored(self, restoration: Restoration, row: Row, later: Sequence[Row]) -> None:
+        """Make what was read resident; who came meanwhile is to look again."""
+        for each in reversed(later):
+            if self._rows.get(each.id) is each:
+                self.scheduler.restored(each.id)
+        if self._rows.get(row.id) is row:
+            self._guarded(row, self._open, restoration=restoration)
+        elif (lease := self.cache.lease(row.prompt, row.namespace, restoration)) is not None:
+            lease.release()
 
     def _open(
         self, row: Row, not_worth_waiting: bool = False, restoration: Restoration | None = None

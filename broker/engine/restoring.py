@@ -1,4 +1,8 @@
-"""Rows that wait for the cold tier: it is read in a thread of its own, once for all of them."""
+"""Rows that wait for the cold tier, which is read in a thread of its own.
+
+One sequence is read at a time: who comes meanwhile and wants something from there may find in
+memory then what it wanted, or most of it.
+"""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,42 +13,53 @@ from .row import Row
 Post = Callable[[Callable[[], None]], None]
 """Runs something in the engine's thread, later; called from any thread."""
 
+Done = Callable[[Restoration, Row, Sequence[Row]], None]
+"""Hears what was read, for which row, and who came meanwhile."""
+
 
 class Restoring:
-    """Readings under way, and who waits for each. Without `post` a reading ends before `begin`."""
+    """The reading under way, and who waits. Without `post` a reading ends before `begin` does."""
 
-    def __init__(
-        self, on_done: Callable[[Restoration, Sequence[Row]], None], post: Post | None
-    ) -> None:
+    def __init__(self, on_done: Done, post: Post | None) -> None:
         self._on_done = on_done
         self._post = post
-        self._rows: dict[Restoration, list[Row]] = {}
+        self._current: tuple[Restoration, Row] | None = None
+        self._later: list[Row] = []
         self._readers = ThreadPoolExecutor(1, "mlx-swarm-restore") if post is not None else None
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being read."""
+        return self._current is not None
+
     def begin(self, restoration: Restoration, row: Row) -> None:
-        """Let a row wait for a reading, which starts unless it is under way."""
-        waiting = self._rows.setdefault(restoration, [])
-        waiting.append(row)
-        if len(waiting) > 1:
-            return
+        """Start a reading for a row; nothing else may be under way."""
+        assert self._current is None
+        self._current = restoration, row
         if self._readers is None or self._post is None:
             restoration.run()
-            self._done(restoration)
+            self._done()
             return
         post = self._post
 
         def tell(_: Future[None]) -> None:
-            post(lambda: self._done(restoration))
+            post(self._done)
 
         self._readers.submit(restoration.run).add_done_callback(tell)
+
+    def wait(self, row: Row) -> None:
+        """Let a row wait until the reading under way has ended."""
+        self._later.append(row)
 
     def close(self) -> None:
         """Wait for the reading under way; nobody hears of it."""
         if self._readers is not None:
             self._readers.shutdown(wait=True, cancel_futures=True)
-        self._rows = {}
+        self._current, self._later = None, []
 
-    def _done(self, restoration: Restoration) -> None:
-        rows = self._rows.pop(restoration, None)
-        if rows is not None:
-            self._on_done(restoration, rows)
+    def _done(self) -> None:
+        if self._current is None:
+            return
+        (restoration, row), later = self._current, self._later
+        self._current, self._later = None, []
+        self._on_done(restoration, row, later)
