@@ -51,10 +51,14 @@ def share(paths: Sequence[Sequence[Piece]], limit: int, least: int = LEAST_SPAN)
             members.setdefault(key, []).append(row)
             parents[key] = parent
     chosen = _choose(members, parents, limit, least)
-    spans = [
-        SharedSpan(Piece(extents[key[0]], key[1], key[2]), tuple(members[key])) for key in chosen
-    ]
-    return Sharing(spans, [_reach(walk, chosen) for walk in walks])
+    reach = [_reach(walk, chosen) for walk in walks]
+    spans = []
+    for extent, start, stop in chosen:
+        # The same tokens may lie in other extents on another row's way to this part.
+        rows = tuple(row for row in members[extent, start, stop] if reach[row] >= stop)
+        if rows:
+            spans.append(SharedSpan(Piece(extents[extent], start, stop), rows))
+    return Sharing(spans, reach)
 
 
 def _cut(paths: Sequence[Sequence[Piece]]) -> list[list[_Key]]:

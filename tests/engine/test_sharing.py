@@ -77,3 +77,13 @@ def test_a_few_tokens_are_no_span_unless_a_longer_one_needs_them() -> None:
     pieces = [Piece(start, 0, 900), Piece(few, 900, 903), Piece(long, 903, 2000)]
     assert share([pieces[:2]] * 3, 8).reach == [900] * 3
     assert share([pieces] * 3, 8).reach == [2000] * 3
+
+
+def test_a_row_reads_no_span_behind_a_part_that_no_span_serves() -> None:
+    """Two copies of the same tokens lead to the same part: only one of the ways is taken."""
+    whole, copy = Block(["whole"]), Block(["copy"])
+    paths = [[Piece(whole, 0, 40)], [Piece(copy, 0, 20), Piece(whole, 20, 40)]]
+    sharing = share(paths, 2)
+    for span in sharing.spans:
+        assert all(sharing.reach[row] >= span.piece.stop for row in span.rows)
+    assert sorted(sharing.reach) == [0, 40]
