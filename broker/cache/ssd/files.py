@@ -65,14 +65,21 @@ def read_header(disk: Disk, file: FileIO, key: str, size: int) -> Described:
 def read_block(
     disk: Disk, file: FileIO, described: Described, block: Block, buffer: memoryview
 ) -> memoryview:
-    """The bytes of a block, in the first part of `buffer`. Raises `CorruptFile`."""
+    """The bytes of a block, unchecked, in the first part of `buffer`.
+
+    Raises `CorruptFile` if the file ends before them.
+    """
     part = buffer[: block.size]
     count = disk.read_into(file, described.payload + block.offset, part)
     if count != block.size:
         raise CorruptFile(f"block {block.number} ends after {count:,} of {block.size:,} bytes")
-    if xxhash.xxh3_64_intdigest(part) != described.checksums[block.number]:
-        raise CorruptFile(f"block {block.number} has a wrong checksum")
     return part
+
+
+def check_block(described: Described, block: Block, data: memoryview) -> None:
+    """Raise `CorruptFile` if the bytes of a block are not what was written."""
+    if xxhash.xxh3_64_intdigest(data) != described.checksums[block.number]:
+        raise CorruptFile(f"block {block.number} has a wrong checksum")
 
 
 def verify_file(disk: Disk, path: Path, key: str) -> Described:
@@ -83,7 +90,7 @@ def verify_file(disk: Disk, path: Path, key: str) -> Described:
         blocks = [block for tensor in described.header.tensors for block in tensor.blocks]
         buffer = memoryview(bytearray(max((block.size for block in blocks), default=0)))
         for block in blocks:
-            read_block(disk, file, described, block, buffer)
+            check_block(described, block, read_block(disk, file, described, block, buffer))
     return described
 
 

@@ -20,8 +20,10 @@ from ..layout import Layout, dtype_of
 from ..runs import Runs, count_runs
 
 FORMAT = 1
-BLOCK_BYTES = 4 << 20
-"""Blocks are at most so large, and at least one token."""
+BLOCK_BYTES = 512 << 10
+"""Blocks are at most so large, and at least one token: what is read should still be in the
+processor's cache when it is checked and copied.
+"""
 
 MAX_HEADER_BYTES = 256 << 20
 LENGTH_BYTES = 8

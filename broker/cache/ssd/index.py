@@ -7,6 +7,7 @@ every file it passes, so no hash decides what matches. The caller locks.
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from typing import NamedTuple
 
 from ..layout import Layout
@@ -79,9 +80,12 @@ class Index:
     def fill(self, records: list[Record]) -> None:
         """Take all files in, where none was."""
         assert not self._records
+        self._records = {record.key: record for record in records}
+        self.bytes = sum(record.size for record in records)
+        self.newest_ns = max((record.used_ns for record in records), default=0)
         # Parents first.
-        for record in sorted(records, key=lambda each: each.start):
-            self._link(record)
+        for record in sorted(records, key=attrgetter("start")):
+            self._place(record)
             if not self._hangs(record):
                 self._orphans.add(record.key)
         self._reorder()
@@ -218,8 +222,22 @@ class Index:
         self._records[record.key] = record
         self.bytes += record.size
         self.newest_ns = max(self.newest_ns, record.used_ns)
-        at = self._below.setdefault(record.parent, {}).setdefault(record.start, {})
-        at.setdefault(_first(record), []).append(record)
+        self._place(record)
+
+    def _place(self, record: Record) -> None:
+        # Containers are only made where they stay: most files are the only one of their kind.
+        below = self._below.get(record.parent)
+        if below is None:
+            below = self._below[record.parent] = {}
+        at = below.get(record.start)
+        if at is None:
+            at = below[record.start] = {}
+        first = _first(record)
+        same = at.get(first)
+        if same is None:
+            at[first] = [record]
+        else:
+            same.append(record)
 
     def _unlink(self, record: Record) -> None:
         del self._records[record.key]

@@ -75,6 +75,13 @@ class Pieces(NamedTuple):
     state: tuple[Rows, ...]
     has_checkpoint: bool
 
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of copies that exist for the write alone: none where the host reads the extents."""
+        if is_host_memory():
+            return 0
+        return sum(rows.raw.nbytes for piece in self.pieces for rows in piece.rows)
+
 
 def is_host_memory() -> bool:
     """Whether the host can read MLX's arrays where they are."""

@@ -1,16 +1,17 @@
-"""Reading a chain of files into one extent: one thread reads ahead, another places the rows.
+"""Reading a chain of files into one extent: several threads check blocks and place their rows.
 
-The thread that places them is the only one of the store that runs MLX, on a stream of its own; only
-evaluated arrays leave it.
+One more thread is the only one of the store that runs MLX, on a stream of its own; only evaluated
+arrays leave it.
 """
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import os
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -22,17 +23,15 @@ from ..kinds import Checkpoint
 from ..layout import dtype_of
 from ..runs import Runs, count_runs, intersect_runs
 from .disk import Disk
-from .files import read_block, read_header
+from .files import check_block, read_block, read_header
 from .header import Block, Described
 from .names import path_of
 from .pieces import is_host_memory, raw_type
 from .record import Chain, Link, Record, needed_runs
 from .restored import RestoredRow
 
-AHEAD = 4
-"""Blocks that are read before they are needed."""
-
-T = TypeVar("T")
+THREADS = min(4, os.cpu_count() or 1)
+"""Memory that is touched for the first time takes longer than reading: more than one helps."""
 
 
 class UnusableFile(Exception):
@@ -49,18 +48,18 @@ class Reader:
     def __init__(self, disk: Disk, folder: Path) -> None:
         self._disk = disk
         self._folder = folder
-        self._placing = ThreadPoolExecutor(1, "mlx-swarm-restore")
-        self._reading = ThreadPoolExecutor(1, "mlx-swarm-read")
+        self._restoring = ThreadPoolExecutor(1, "mlx-swarm-restore")
+        self._placing = ThreadPoolExecutor(THREADS, "mlx-swarm-place")
         self._stream: Any = None
 
     def read(self, chain: Chain, start: int, length: int) -> RestoredRow:
         """Tokens [start, length) of a chain, and the checkpoint there; raises `UnusableFile`."""
-        return self._placing.submit(self._read, chain, start, length).result()
+        return self._restoring.submit(self._read, chain, start, length).result()
 
     def close(self) -> None:
-        """End both threads; what is being read is finished."""
+        """End all threads; what is being read is finished."""
+        self._restoring.shutdown()
         self._placing.shutdown()
-        self._reading.shutdown()
 
     def _read(self, chain: Chain, start: int, length: int) -> RestoredRow:
         if self._stream is None:
@@ -82,8 +81,7 @@ class Reader:
                 for group in (layout.state_groups if mark is not None else ())
             ]
             parts = [*_parts_of_links(links, kv, runs), *_parts_of_mark(mark, state)]
-            for part, block, data in self._ahead(self._blocks(parts)):
-                part.place(block, data)
+            self._fill(parts)
             buffers = tuple(target.finish() for target in kv)
             states = tuple(target.finish() for target in state)
             mx.eval(buffers, states)
@@ -91,36 +89,74 @@ class Reader:
         checkpoint = Checkpoint(layout, states) if mark is not None else None
         return RestoredRow(layout, length, extent, checkpoint)
 
-    def _blocks(self, parts: Sequence["_Part"]) -> Iterator[tuple["_Part", Block, memoryview]]:
-        """Every block that is needed, checked; runs in the reading thread."""
-        # One is being read into, up to `AHEAD` wait, one is being placed.
-        buffers = [bytearray()] * (AHEAD + 2)
-        used = 0
+    def _fill(self, parts: Sequence["_Part"]) -> None:
+        filling = _Filling(self._disk, self._folder, parts)
+        work = [self._placing.submit(filling.run) for _ in range(THREADS)]
+        # Nobody may still write to what is given up.
+        wait(work)
+        for each in work:
+            each.result()
+
+
+class _Wanted(NamedTuple):
+    """A block that has something of a part, and the open file it is in."""
+
+    part: "_Part"
+    block: Block
+    file: FileIO
+    described: Described
+
+
+class _Filling:
+    """Parts being filled by several threads: one at a time reads, as disks like it, while the
+    others check and place what they have read.
+    """
+
+    def __init__(self, disk: Disk, folder: Path, parts: Sequence["_Part"]) -> None:
+        self._disk = disk
+        self._folder = folder
+        self._reading = threading.Lock()
+        self._wanted = self._walk(parts)
+
+    def run(self) -> None:
+        """Place blocks until none is left or one is unusable; raises `UnusableFile` then."""
+        memory = bytearray()
+        while True:
+            with self._reading:
+                wanted = next(self._wanted, None)
+                if wanted is None:
+                    return
+                if len(memory) < wanted.block.size:
+                    memory = bytearray(wanted.block.size)
+                data = self._read(wanted, memoryview(memory))
+            try:
+                check_block(wanted.described, wanted.block, data)
+            except SwarmError as error:
+                self._give_up()
+                raise UnusableFile(wanted.part.record) from error
+            wanted.part.place(wanted.block, data)
+
+    def _walk(self, parts: Sequence["_Part"]) -> Generator[_Wanted]:
+        """Every block that is needed, in order."""
         for record, group in _by_file(parts):
             try:
                 with closing(self._disk.open(path_of(self._folder, record.key))) as file:
                     described = _described(self._disk, file, record)
                     for part, block in _wanted(described, group):
-                        used = (used + 1) % len(buffers)
-                        if len(buffers[used]) < block.size:
-                            buffers[used] = bytearray(block.size)
-                        view = memoryview(buffers[used])
-                        yield part, block, read_block(self._disk, file, described, block, view)
+                        yield _Wanted(part, block, file, described)
             except (OSError, SwarmError) as error:
                 raise UnusableFile(record) from error
 
-    def _ahead(self, items: Iterator[T]) -> Iterator[T]:
-        """Run an iterator in the reading thread, a few items ahead."""
-        waiting: deque[Future[T | None]] = deque(
-            self._reading.submit(next, items, None) for _ in range(AHEAD)
-        )
+    def _read(self, wanted: _Wanted, memory: memoryview) -> memoryview:
         try:
-            while (item := waiting.popleft().result()) is not None:
-                waiting.append(self._reading.submit(next, items, None))
-                yield item
-        finally:
-            # What runs already has to end before the iterator can be closed.
-            self._reading.submit(items.close).result()  # type: ignore[attr-defined]
+            return read_block(self._disk, wanted.file, wanted.described, wanted.block, memory)
+        except (OSError, SwarmError) as error:
+            self._wanted.close()
+            raise UnusableFile(wanted.part.record) from error
+
+    def _give_up(self) -> None:
+        with self._reading:
+            self._wanted.close()
 
 
 class _Target:
@@ -137,7 +173,7 @@ class _Target:
             mx.eval(self._owner)
             self._host: NDArray[Any] = np.array(self._owner, copy=False)
         else:
-            self._host = np.zeros(shape, np.dtype(f"u{dtype.size}"))
+            self._host = np.empty(shape, np.dtype(f"u{dtype.size}"))
         self.rows = self._host if is_token_major else self._host.transpose(2, 0, 1, 3)
 
     def finish(self) -> mx.array:

@@ -10,6 +10,7 @@ from typing import Self
 from ...errors import ColdStoreBusy, ColdStoreRefused
 from ..cold import ColdMatch, ColdWrite, Flushed, Restored
 from ..layout import Layout
+from ..ledger import Ledger, Purpose
 from ..prefix_hash import Tokens
 from ..statistics import ColdStatistics
 from .disk import Disk
@@ -40,7 +41,8 @@ class SsdStore:
 
     Where another process writes to the folder, or nothing can be written, it only reads. `find`,
     `covers` and `store` are called in the thread that owns MLX, `restore` in any. At most
-    `queue_bytes` wait to be written.
+    `queue_bytes` wait to be written. `ledger` is charged with what is being read, and with the
+    copies that wait to be written.
     """
 
     def __init__(
@@ -49,10 +51,12 @@ class SsdStore:
         max_bytes: int,
         *,
         queue_bytes: int = QUEUE_BYTES,
+        ledger: Ledger | None = None,
         disk: Disk | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._folder = Folder(folder, max_bytes, disk, clock_ns)
+        self._ledger = ledger
         self._restore_seconds = 0.0
         self._is_failing = False
         self._is_synced = True
@@ -102,6 +106,7 @@ class SsdStore:
         folder, records = self._folder, match.chain.records
         with ExitStack() as pins:
             pins.callback(folder.pin(records))
+            pins.callback(self._charge(Purpose.RESTORES, match.bytes))
             try:
                 row = self._reader.read(match.chain, match.start, match.length)
             except UnusableFile as problem:
@@ -130,11 +135,11 @@ class SsdStore:
             start = len(tokens) if start is None else start
             self._require_room(write, layout, start)
             unpin = folder.pin(chain.records)
-        try:
-            self._writer.add(Job(write, pieces_of(write, start), unpin))
-        except BaseException:
-            unpin()
-            raise
+        with ExitStack() as undo:
+            undo.callback(unpin)
+            pieces = pieces_of(write, start)
+            undo.callback(self._charge(Purpose.SPILLS, pieces.copied_bytes))
+            self._writer.add(Job(write, pieces, undo.pop_all().close))
 
     def delete(self, match: ColdMatch) -> None:
         """Remove the last file of a match, if it is still there."""
@@ -209,6 +214,14 @@ class SsdStore:
             if not self._is_synced:
                 folder.disk.sync_folder(folder.path)
                 self._is_synced = True
+
+    def _charge(self, purpose: Purpose, size: int) -> Callable[[], None]:
+        """Charge bytes that are there anyway, until what is returned is called."""
+        ledger = self._ledger
+        if ledger is None:
+            return lambda: None
+        ledger.charge(purpose, size)
+        return lambda: ledger.release(purpose, size)
 
     def _require_room(self, write: ColdWrite, layout: Layout, start: int) -> None:
         size = layout.bytes_per_token * (len(write.tokens) - start) + layout.state_bytes

@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mlx_swarm.broker.cache.ledger import Ledger, Purpose
 from mlx_swarm.broker.cache.prompt_cache import PromptCache
-from mlx_swarm.broker.cache.ssd import SsdStore
+from mlx_swarm.broker.cache.ssd import SsdStore, pieces
 from mlx_swarm.broker.cache.ssd import folder as folder_module
 from mlx_swarm.broker.cache.ssd.disk import Disk
 from mlx_swarm.broker.cache.ssd.names import SIDECAR, UNFINISHED, VERSION
@@ -347,3 +349,38 @@ def test_statistics_add_up(tmp_path: Path) -> None:
         assert counts.bytes == counts.written_bytes == files(tmp_path)[0].stat().st_size
         assert counts.restored_bytes == 30 * TOKEN_BYTES
         assert counts.restore_seconds > 0
+
+
+class WatchedDisk(Disk):
+    """Notes what the ledger says while payloads are read and written."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger(1 << 20)
+        self.seen: dict[Purpose, set[int]] = {Purpose.RESTORES: set(), Purpose.SPILLS: set()}
+
+    def read_into(self, file: FileIO, offset: int, buffer: memoryview) -> int:
+        self.seen[Purpose.RESTORES].add(self.ledger.used(Purpose.RESTORES))
+        return super().read_into(file, offset, buffer)
+
+    def write(self, file: FileIO, data: memoryview) -> None:
+        self.seen[Purpose.SPILLS].add(self.ledger.used(Purpose.SPILLS))
+        super().write(file, data)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_what_is_read_and_copies_to_be_written_are_charged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: bool
+) -> None:
+    monkeypatch.setattr(pieces, "is_host_memory", lambda: not copies)
+    disk = WatchedDisk()
+    with SsdStore(tmp_path, CAP, disk=disk, ledger=disk.ledger) as store:
+        put(first := PromptCache(RAM, cold=store), range(40))
+        assert first.flush(SECONDS) == (0, 0)
+        assert disk.seen[Purpose.SPILLS] == {40 * TOKEN_BYTES * copies}
+        disk.seen[Purpose.RESTORES].clear()
+        assert taken(PromptCache(RAM, cold=store), [*range(40), 7]) == 40
+        assert disk.seen[Purpose.RESTORES] == {40 * TOKEN_BYTES}
+        assert not disk.ledger.total
+        files(tmp_path)[0].write_bytes(b"broken")
+        assert not taken(PromptCache(RAM, cold=store), [*range(40), 7])
+        assert not disk.ledger.total
