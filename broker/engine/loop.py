@@ -91,7 +91,11 @@ class EngineLoop:
         self._admission = Admission(model)
         self.ledger = Ledger(settings.memory or device_limit())
         self.ledger.charge(Purpose.WEIGHTS, weight_bytes(model))
-        self._cold = SsdStore(settings.cold, settings.cold_bytes) if settings.cold else None
+        self._cold = (
+            SsdStore(settings.cold, settings.cold_bytes, ledger=self.ledger)
+            if settings.cold
+            else None
+        )
         self.cache = PromptCache(settings.ram, cold=self._cold, ledger=self.ledger, trace=recorder)
         self._pace = Pace(PREFILL_CHUNK, settings.prefill_chunk)
         self._restoring = Restoring(self._restored, post)
