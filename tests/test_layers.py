@@ -45,6 +45,7 @@ WITHOUT_MLX = (
     "broker/cache/ledger.py",
     "broker/cache/plan.py",
     "broker/engine/scheduler.py",
+    "broker/engine/work.py",
     "broker/engine/mailbox.py",
     "broker/engine/thread.py",
     "broker/engine/text.py",

@@ -32,8 +32,9 @@ from .pace import Pace
 from .restoring import Post, Restoring
 from .row import Row
 from .sampling import RowSampler
-from .scheduler import Admit, Decode, Part, Prefill, Scheduler, SchedulerStatistics, Store, Wait
+from .scheduler import Scheduler, SchedulerStatistics
 from .submission import Submission
+from .work import Admit, Decode, Part, Prefill, Store, Wait
 
 P = ParamSpec("P")
 

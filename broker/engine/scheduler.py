@@ -14,63 +14,18 @@ well, with all that it has computed: it stores once somebody has a use for that,
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from itertools import islice
-from typing import NamedTuple
 
 from msgspec import Struct
 
 from ..cache.prefix_hash import Tokens, common_prefix_length
 from ..request import RequestId
+from .work import Admit, Decode, Part, Prefill, Store, Wait, Work
 
 MINIMUM_SHARED_TOKENS = 16
 """A request does not wait for fewer tokens than this."""
 
 LOOKAHEAD = 2
 """How much of the queue may choose a leader while there is no room, in multiples of `max_rows`."""
-
-
-class Admit(NamedTuple):
-    """Take what memory has for this request; answer with `admitted`, or `ended` if that failed."""
-
-    request: RequestId
-    not_worth_waiting: bool
-
-
-class Wait(NamedTuple):
-    """This request now waits until its leader has stored `shared_tokens` of its prompt."""
-
-    request: RequestId
-    leader: RequestId
-    shared_tokens: int
-
-
-class Part(NamedTuple):
-    """Prompt tokens [start, stop) of a request."""
-
-    request: RequestId
-    start: int
-    stop: int
-
-
-class Prefill(NamedTuple):
-    """Compute these parts, of different requests; answer with `prefilled` for each."""
-
-    parts: tuple[Part, ...]
-
-
-class Store(NamedTuple):
-    """Put what this request has computed; answer with `stored`, whether or not it was kept. Its
-    first `shared_tokens` are what others want of it.
-    """
-
-    request: RequestId
-    shared_tokens: int
-
-
-class Decode(NamedTuple):
-    """One token for every running row."""
-
-
-Work = Admit | Wait | Prefill | Store | Decode
 
 
 class SchedulerStatistics(Struct, frozen=True, kw_only=True):

@@ -6,16 +6,8 @@ from typing import TypeVar
 import numpy as np
 
 from mlx_swarm.broker.cache.prefix_hash import Tokens, common_prefix_length
-from mlx_swarm.broker.engine.scheduler import (
-    Admit,
-    Decode,
-    Part,
-    Prefill,
-    Scheduler,
-    Store,
-    Wait,
-    Work,
-)
+from mlx_swarm.broker.engine.scheduler import Scheduler
+from mlx_swarm.broker.engine.work import Admit, Decode, Part, Prefill, Store, Wait, Work
 from mlx_swarm.broker.request import RequestId
 
 WorkType = TypeVar("WorkType")

@@ -7,16 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_swarm.broker.cache.prefix_hash import Tokens
-from mlx_swarm.broker.engine.scheduler import (
-    MINIMUM_SHARED_TOKENS,
-    Admit,
-    Decode,
-    Part,
-    Prefill,
-    Scheduler,
-    Store,
-    Wait,
-)
+from mlx_swarm.broker.engine.scheduler import MINIMUM_SHARED_TOKENS, Scheduler
+from mlx_swarm.broker.engine.work import Admit, Decode, Part, Prefill, Store, Wait
 from mlx_swarm.broker.request import RequestId as R
 from tests.engine.scheduling import FakeEngine
 

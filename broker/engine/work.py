@@ -1,0 +1,50 @@
+"""What the scheduler asks the engine to do next. No MLX."""
+
+from typing import NamedTuple
+
+from ..request import RequestId
+
+
+class Admit(NamedTuple):
+    """Take what memory has for this request; answer with `admitted`, or `ended` if that failed."""
+
+    request: RequestId
+    not_worth_waiting: bool
+
+
+class Wait(NamedTuple):
+    """This request now waits until its leader has stored `shared_tokens` of its prompt."""
+
+    request: RequestId
+    leader: RequestId
+    shared_tokens: int
+
+
+class Part(NamedTuple):
+    """Prompt tokens [start, stop) of a request."""
+
+    request: RequestId
+    start: int
+    stop: int
+
+
+class Prefill(NamedTuple):
+    """Compute these parts, of different requests; answer with `prefilled` for each."""
+
+    parts: tuple[Part, ...]
+
+
+class Store(NamedTuple):
+    """Put what this request has computed; answer with `stored`, whether or not it was kept. Its
+    first `shared_tokens` are what others want of it.
+    """
+
+    request: RequestId
+    shared_tokens: int
+
+
+class Decode(NamedTuple):
+    """One token for every running row."""
+
+
+Work = Admit | Wait | Prefill | Store | Decode
