@@ -321,9 +321,10 @@ class EngineLoop:
             self._join(row)
 
     def _store(self, row: Row, shared: int) -> None:
-        if self.lane.store(row, shared) and self.lane.holds(row):
+        kept = self.lane.store(row, shared)
+        if kept and self.lane.holds(row):
             self._settle(row)
-        if self.scheduler.stored(row.id):
+        if self.scheduler.stored(row.id, kept=kept):
             self._join(row)
 
     def _note_prefill(self, tokens: int, seconds: float) -> None:

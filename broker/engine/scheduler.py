@@ -60,6 +60,7 @@ class _Entry:
         self.state = _State.QUEUED
         self.position = 0
         self.stored = 0
+        self.waits = True
         self.leader: _Entry | None = None
         self.followers: dict[_Entry, int] = {}
         self.common: dict[RequestId, int] = {}
@@ -189,11 +190,13 @@ class Scheduler:
             self._due[entry] = None
         return self._finish_prefill(entry)
 
-    def stored(self, request: RequestId) -> bool:
-        """All that the request has computed was put, or refused for good. Whether it decodes from
-        now on, and did not before.
+    def stored(self, request: RequestId, *, kept: bool) -> bool:
+        """All that the request has computed was put; if it was not `kept`, those who waited for it
+        wait for nobody any more. Whether it decodes from now on, and did not before.
         """
         entry = self._entries[request]
+        for follower in entry.followers:
+            follower.waits = kept
         self._due.pop(entry, None)
         self._memory_changed()
         if entry.state is _State.DECODING:
@@ -251,7 +254,7 @@ class Scheduler:
             self._to_decide, self._undecided = islice(self._pending, near), False
         for entry in self._to_decide:
             leader, shared, worth = self._leader_of(entry)
-            if leader is not None and worth:
+            if leader is not None and worth and entry.waits:
                 if (entry.leader, leader.followers.get(entry)) != (leader, shared):
                     self._follow(entry, leader, shared)
                     return Wait(entry.request, leader.request, shared)

@@ -35,7 +35,7 @@ class Prefill(NamedTuple):
 
 
 class Store(NamedTuple):
-    """Put what this request has computed; answer with `stored`, whether or not it was kept. Its
+    """Put what this request has computed; answer with `stored`. Its
     first `shared_tokens` are what others want of it.
     """
 

@@ -84,7 +84,7 @@ class FakeEngine:
                     self._prefill(*part)
             case Store(request):
                 self.keep(request)
-                self.scheduler.stored(request)
+                self.scheduler.stored(request, kept=not self.refuses)
             case Decode():
                 self._decode()
             case Wait() | None:

@@ -173,6 +173,14 @@ def test_rows_beyond_the_limit_wait_in_order_of_arrival() -> None:
     assert [work.request for work in engine.works(Admit)] == list("abcdef")
 
 
+def test_who_waited_for_what_could_not_be_stored_waits_for_nobody_again() -> None:
+    engine = FakeEngine(refuses=True, max_rows=8)
+    for agent in range(6):
+        engine.submit(f"r{agent}", [*SHARED, *range(agent * 10, agent * 10 + 5)])
+    engine.drain()
+    assert len(engine.works(Wait)) == 5
+
+
 def test_a_row_that_decodes_stores_once_somebody_has_a_use_for_it() -> None:
     engine = FakeEngine(output=20, lasting=True)
     first = engine.submit("first", [*SHARED, 1, 2, 3])
