@@ -84,6 +84,8 @@ class Request(Struct, frozen=True, kw_only=True):
         self._check_stops()
         self._check_logprobs()
         check_sized("boundaries", self.boundaries)
+        for boundary in self.boundaries:
+            check_whole("a boundary", boundary, 0, "0 or more tokens")
         check_text("tenant", self.tenant)
         check_kind("agent", self.agent, str, "text")
         check_kind("swarm", self.swarm, str, "text")

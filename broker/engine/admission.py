@@ -33,7 +33,7 @@ class Admission:
             request,
             submission.mailbox,
             prompt=prompt,
-            boundaries=(*boundaries, *as_tokens(request.boundaries).tolist()),
+            boundaries=(*boundaries, *request.boundaries),
             namespace=namespace_digest(self._model.identity, tenant=request.tenant),
             max_tokens=min(request.max_tokens, room),
             sampler=sampler_for(request.sampling, self._seeds),
