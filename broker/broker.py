@@ -12,7 +12,7 @@ from anyio import to_thread
 from msgspec import Struct
 
 from .backend import describe, require_mlx
-from .checks import check_text
+from .checks import check_range, check_text
 from .engine.mailbox import Mailbox
 from .engine.submission import Submission
 from .engine.thread import EngineThread
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .models import LoadedModel, Progress, Rendered
 
 CLOSED_IN_LOADING = "the broker was closed while its model was loading"
+MOST_FLUSH_SECONDS = 86_400.0
 SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 SIZE_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -70,12 +71,8 @@ class Broker:
     ) -> None:
         self._ram = parse_size(ram)
         self._memory = 0 if memory is None else parse_size(memory)
-        self._cold = None if cold is None else Path(cold).expanduser()
+        self._cold = None if cold is None else _folder(cold)
         self._cold_bytes = parse_size(cold_limit)
-        if self._cold is not None and self._cold.exists() and not self._cold.is_dir():
-            raise InvalidSetting(
-                f"{self._cold} is not a folder; cold must be one, or not exist yet"
-            )
         counts = {"max_rows": max_rows}
         if prefill_chunk is not None:
             counts["prefill_chunk"] = prefill_chunk
@@ -138,7 +135,9 @@ class Broker:
         """Write what only RAM has to the cold tier, so that it survives a crash.
 
         Waits for at most so many seconds, in which no request goes on; returns what is left.
+        Raises `InvalidRequest` for what is no number of seconds.
         """
+        check_range("seconds", seconds, 0, MOST_FLUSH_SECONDS)
         return await self._running().call(lambda engine: engine.flush(seconds))
 
     async def aclose(self) -> None:
@@ -272,6 +271,19 @@ def runnable(model: str) -> Iterator[None]:
         lines = str(error).strip().splitlines() or [""]
         reason = f"{type(error).__name__}: {lines[0]}"
         raise ModelUnreadable(f"{model} was loaded but cannot run: {reason}") from error
+
+
+def _folder(cold: str | os.PathLike[str]) -> Path:
+    """The folder that `cold` names; raises `InvalidSetting` for what cannot be one."""
+    if not isinstance(cold, str | os.PathLike) or not str(cold) or "\0" in str(cold):
+        raise InvalidSetting(f"cold is {cold!r}; it must be the path of a folder")
+    try:
+        folder = Path(cold).expanduser()
+    except RuntimeError as error:  # of a user who is not there
+        raise InvalidSetting(f"cold is {cold!r}; {error}") from error
+    if folder.exists() and not folder.is_dir():
+        raise InvalidSetting(f"{folder} is not a folder; cold must be one, or not exist yet")
+    return folder
 
 
 def parse_size(size: int | str) -> int:

@@ -15,11 +15,18 @@ def flush(
     """Write every usable length that the store lacks; what is left after `timeout` seconds."""
     deadline, todo = time.monotonic() + timeout, list(spaces)
     is_moving = writes is not None
+    begun: set[Node] = set()
+    stored: set[Node] = set()
     while is_moving and time.monotonic() < deadline:
         assert writes is not None
         assert store is not None
         writes.drain()
-        is_moving = _begin(todo, writes) or writes.pending_bytes > 0
+        # What the store has let go of since has no room there: writing it again would go on for
+        # ever.
+        stored.update(filter(writes.was_stored, begun))
+        now = _begin(todo, writes, stored)
+        begun |= now
+        is_moving = bool(now) or writes.pending_bytes > 0
         if is_moving:
             store.flush(max(0.0, deadline - time.monotonic()))
     if writes is not None:
@@ -28,9 +35,9 @@ def flush(
     return Flushed(len(left), resident_bytes(left))
 
 
-def _begin(spaces: Iterable[Space], writes: ColdWrites) -> bool:
-    """Begin as many writes as the store takes; whether any was."""
-    begun = False
+def _begin(spaces: Iterable[Space], writes: ColdWrites, stored: set[Node]) -> set[Node]:
+    """Begin as many writes as the store takes; the nodes whose KV or checkpoint they write."""
+    begun: set[Node] = set()
     for space in spaces:
         on_the_way: set[Node] = set()
         lacking = list(_lacking(space, writes))
@@ -39,12 +46,12 @@ def _begin(spaces: Iterable[Space], writes: ColdWrites) -> bool:
         for node in [*marked, *(node for node in lacking if node.checkpoint is None)]:
             # Writing the end of a path writes all of it, but for the checkpoints on the way.
             done = node in on_the_way and node.checkpoint is None
-            if done or writes.is_writing(node) or writes.is_refused(node):
+            if done or node in stored or writes.is_writing(node) or writes.is_refused(node):
                 continue
             if writes.is_available and writes.begin(space, node):
                 on_the_way.update(node.path())
                 space.counts["spills"] += 1
-                begun = True
+        begun |= on_the_way
     return begun
 
 

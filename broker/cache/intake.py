@@ -188,7 +188,7 @@ class Intake:
         assert isinstance(held, ExtentRange)
         extent = _merged(held, row.cut(node.start, node.stop))
         if self._writes is not None:
-            self._writes.left(node)
+            self._writes.outdated(node)
         self._holdings.replace(node, self._holdings.adopt(extent, space.name))
 
     def _divided(self, space: Space, upper: Node, lower: Node) -> None:

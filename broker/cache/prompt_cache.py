@@ -61,7 +61,8 @@ class PromptCache:
 
     `cold` is the tier below, `spill` a sink for what is evicted, `policy` orders the leaves without
     hints, `ledger` is the account that the bytes are charged to, `trace` hears of entries. `on_put`
-    is called with the namespace and the tokens of what was stored. All calls come from one thread.
+    is called with the namespace and the tokens of what was stored, `on_written` from any thread
+    when a write has ended, so that `write_behind` can go on. All calls come from one thread.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class PromptCache:
     ) -> None:
         self.max_bytes = max_bytes
         self.on_put: Callable[[str, Tokens], None] | None = None
+        self.on_written: Callable[[], None] | None = None
         self._guard = ThreadGuard()
         self._clock = MonotoneClock(clock)
         self._spaces: dict[str, Space] = {}
@@ -86,7 +88,14 @@ class PromptCache:
         self._reporter = Reporter(trace)
         forgotten = Forgotten()
         self._writes = (
-            ColdWrites(cold, self._lender, max_bytes // WRITE_SHARE, self._reporter, self._clock)
+            ColdWrites(
+                cold,
+                self._lender,
+                max_bytes // WRITE_SHARE,
+                self._reporter,
+                self._clock,
+                lambda: self.on_written() if self.on_written is not None else None,
+            )
             if cold is not None
             else None
         )
@@ -105,7 +114,6 @@ class PromptCache:
         )
         self._lender.on_released = self._room.make
         self._intake = Intake(self._holdings, self._room, self._reporter, self._writes)
-        self._unwritten: dict[Node, Space] = {}
         self._restores = (
             Restores(cold, self._intake, self._holdings, self._reporter, self._clock)
             if cold is not None
@@ -246,7 +254,7 @@ class PromptCache:
         space.counts["puts"] += 1
         space.counts["duplicates"] += not stored.new_tokens
         if self._writes is not None:
-            self._unwritten[node] = space
+            self._writes.want(space, node)
         self._announce(space, key, node, stored)
         self._room.tidy()
         return stored
@@ -282,17 +290,7 @@ class PromptCache:
         or none can be taken now. The cold tier writes it in the background.
         """
         self._settle()
-        while self._unwritten:
-            assert self._writes is not None
-            node, space = next(iter(self._unwritten.items()))
-            if self._writes.lacks(node):
-                if not self._writes.is_available or not self._writes.begin(space, node):
-                    return False
-                space.counts["spills"] += 1
-                del self._unwritten[node]
-                return True
-            del self._unwritten[node]
-        return False
+        return self._writes is not None and self._writes.begin_wanted()
 
     def flush(self, timeout: float) -> Flushed:
         """Write what only RAM has to the cold tier, for at most `timeout` seconds.

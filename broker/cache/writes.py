@@ -29,7 +29,7 @@ class ColdWrites:
     """A cold store as the cache writes to it; at most `limit` bytes are in flight.
 
     A node is durable once the store has its tokens and its checkpoint. Outcomes may arrive in any
-    thread; `drain` takes note of them in the cache's.
+    thread, where `on_ended` is called then; `drain` takes note of them in the cache's.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class ColdWrites:
         limit: int,
         reporter: Reporter,
         clock: Callable[[], float],
+        on_ended: Callable[[], None],
     ) -> None:
         self.limit = limit
         self.pending_bytes = 0
@@ -46,6 +47,7 @@ class ColdWrites:
         self._lender = lender
         self._reporter = reporter
         self._clock = clock
+        self._on_ended = on_ended
         self._failures = 0
         self._retry_at = 0.0
         self._covered: dict[Node, int] = {}
@@ -54,6 +56,7 @@ class ColdWrites:
         self._marked: set[Node] = set()
         self._writes: dict[PromptLease, _Write] = {}
         self._writing: set[Node] = set()
+        self._wanted: dict[Node, Space] = {}
         self._outcomes: deque[_Outcome] = deque()
 
     @property
@@ -72,7 +75,7 @@ class ColdWrites:
         losses = self._store.losses
         if self._covered[node] != losses:
             if not self._still_has(node):
-                self.left(node)
+                self.outdated(node)
                 return False
             self._covered[node] = losses
         return True
@@ -90,11 +93,22 @@ class ColdWrites:
         """How many nodes are kept because they are being written."""
         return len(self._writing)
 
-    def lacks(self, node: Node) -> bool:
-        """Whether a node is in RAM, not stored, and neither on its way nor refused."""
-        if node.span is None or node in self._writing or node in self._refused:
-            return False
-        return not self.is_durable(node)
+    def want(self, space: Space, node: Node) -> None:
+        """Have `begin_wanted` write a node, in its turn."""
+        self._wanted[node] = space
+
+    def begin_wanted(self) -> bool:
+        """Begin the first wanted write; False if there is none, or none is taken now."""
+        while self._wanted:
+            node, space = next(iter(self._wanted.items()))
+            if self._lacks(node):
+                if not self.is_available or not self.begin(space, node):
+                    return False
+                space.counts["spills"] += 1
+                del self._wanted[node]
+                return True
+            del self._wanted[node]
+        return False
 
     def begin(self, space: Space, node: Node) -> bool:
         """Start writing the path that ends at a node; False if the store does not take it."""
@@ -150,18 +164,30 @@ class ColdWrites:
         if lower in self._covered:
             self._covered[upper] = self._covered[lower]
 
-    def left(self, node: Node) -> None:
-        """A node has left the tree, or holds more than was written."""
+    def outdated(self, node: Node) -> None:
+        """A node holds more than was written, or the store has let go of it."""
         self._covered.pop(node, None)
         self._marked.discard(node)
         self._refused.discard(node)
+
+    def left(self, node: Node) -> None:
+        """A node has left the tree."""
+        self.outdated(node)
+        self._wanted.pop(node, None)
 
     def check_integrity(self, nodes: set[Node]) -> None:
         """Assert that only nodes in RAM are remembered, and that what is in flight adds up."""
         assert self._covered.keys() <= nodes
         assert self._marked <= self._covered.keys()
         assert self._refused <= nodes
+        assert self._wanted.keys() <= nodes
         assert self.pending_bytes == sum(write.bytes for write in self._writes.values())
+
+    def _lacks(self, node: Node) -> bool:
+        """Whether a node is in RAM, not stored, and neither on its way nor refused."""
+        if node.span is None or node in self._writing or node in self._refused:
+            return False
+        return not self.is_durable(node)
 
     def _has_room_for(self, size: int) -> bool:
         return not self.pending_bytes or self.pending_bytes + size <= self.limit
@@ -169,12 +195,13 @@ class ColdWrites:
     def _submit(self, lease: PromptLease, write: "_Write") -> bool:
         self._writes[lease] = write
         self.pending_bytes += write.bytes
-        done = _Done(self._outcomes, lease)
+        done = _Done(self._outcomes, lease, self._on_ended)
         offer = ColdWrite(lease.namespace, lease.tokens, write.start, write.bytes, lease, done)
         try:
             self._store.store(offer)
         except Exception as error:
-            done(error)
+            # Nobody is to try again because of this: it would come to the same.
+            self._outcomes.append((lease, error))
             return False
         return True
 
@@ -233,11 +260,15 @@ _Outcome = tuple[PromptLease, Exception | None]
 class _Done:
     """Reports the end of a write once, from any thread, to be noted by the cache's own."""
 
-    def __init__(self, outcomes: deque[_Outcome], lease: PromptLease) -> None:
+    def __init__(
+        self, outcomes: deque[_Outcome], lease: PromptLease, on_ended: Callable[[], None]
+    ) -> None:
         self._outcomes: deque[_Outcome] | None = outcomes
         self._lease = lease
+        self._on_ended = on_ended
 
     def __call__(self, error: Exception | None) -> None:
         outcomes, self._outcomes = self._outcomes, None
         if outcomes is not None:
             outcomes.append((self._lease, error))
+            self._on_ended()

@@ -4,6 +4,7 @@ Lives in the thread that owns MLX. Whatever goes wrong for one request ends that
 that fails ends the rows of that step; the loop goes on.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -37,6 +38,8 @@ from .submission import Submission
 from .work import Admit, Decode, Part, Prefill, Store, Wait
 
 P = ParamSpec("P")
+
+_log = logging.getLogger(__name__)
 
 
 class EngineStatistics(Struct, frozen=True, kw_only=True):
@@ -99,8 +102,16 @@ class EngineLoop:
         )
         self.cache = PromptCache(settings.ram, cold=self._cold, ledger=self.ledger, trace=recorder)
         self._pace = Pace(PREFILL_CHUNK, settings.prefill_chunk)
+        try:
+            self.lane = BatchLane(model, self.cache, settings.max_rows, self._note_prefill)
+        except BaseException:
+            if self._cold is not None:
+                self._cold.close()
+            raise
         self._restoring = Restoring(self._restored, post)
-        self.lane = BatchLane(model, self.cache, settings.max_rows, self._note_prefill)
+        if post is not None:
+            # An idle thread is to wake up for the next write.
+            self.cache.on_written = lambda: post(lambda: None)
         self.scheduler = Scheduler(
             self.cache.peek_prefix_len,
             max_rows=settings.max_rows,
@@ -250,8 +261,18 @@ class EngineLoop:
                 self.scheduler.restored(each.id)
         if self._rows.get(row.id) is row:
             self._guarded(row, self._open, restoration=restoration)
-        elif (lease := self.cache.lease(row.prompt, row.namespace, restoration)) is not None:
-            lease.release()
+        else:
+            self._keep(restoration, row)
+
+    def _keep(self, restoration: Restoration, row: Row) -> None:
+        """Make what was read resident although nobody waits for it any more."""
+        try:
+            lease = self.cache.lease(row.prompt, row.namespace, restoration)
+        except Exception:  # nobody's request is to end for this
+            _log.exception("what was read for %s is lost", row.id)
+        else:
+            if lease is not None:
+                lease.release()
 
     def _open(
         self, row: Row, not_worth_waiting: bool = False, restoration: Restoration | None = None

@@ -202,6 +202,8 @@ class TestWrite:
         assert cache.demotions == 0
         assert cache.statistics().total.evictions > 0
         assert "unavailable" in caplog.text
+        # What has left is not kept in mind to be written.
+        cache.check_integrity()
 
     def test_demotes_idle_nodes_and_keeps_them_reachable(self, store: FakeColdStore) -> None:
         clock = Clock()

@@ -73,7 +73,7 @@ async def test_running_rows_go_on_while_others_wait_for_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await fill(tmp_path)
-    hold = _held(monkeypatch)
+    hold = held(monkeypatch)
     async with tiny(cold=tmp_path) as broker:
         slow = broker.stream(asked(0))
         quick = await broker.complete(request(tokens=[*range(200, 230)], max_tokens=12))
@@ -92,7 +92,7 @@ async def test_who_is_cancelled_while_the_disk_is_read_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replies = await fill(tmp_path)
-    hold = _held(monkeypatch)
+    hold = held(monkeypatch)
     async with tiny(cold=tmp_path) as broker:
         async with broker.stream(asked(0)) as stream:
             await is_restoring(broker)
@@ -110,7 +110,7 @@ async def test_closing_while_the_disk_is_read_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await fill(tmp_path)
-    hold = _held(monkeypatch)
+    hold = held(monkeypatch)
     async with tiny(cold=tmp_path) as broker:
         stream = broker.stream(asked(0))
         await is_restoring(broker)
@@ -177,13 +177,13 @@ async def is_restoring(broker: Broker) -> None:
         await anyio.lowlevel.checkpoint()
 
 
-def _held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Readings wait until the event is set."""
     hold, run = threading.Event(), Restoration.run
 
-    def held(self: Restoration, run: Callable[[Restoration], None] = run) -> None:
+    def wait(self: Restoration, run: Callable[[Restoration], None] = run) -> None:
         hold.wait(20)
         run(self)
 
-    monkeypatch.setattr(Restoration, "run", held)
+    monkeypatch.setattr(Restoration, "run", wait)
     return hold

@@ -1,0 +1,170 @@
+"""What the cold tier must not do to the engine: stall it, outlive it, go round in circles."""
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_swarm.broker import Broker, Completed, InvalidRequest
+from mlx_swarm.broker.cache.ledger import Purpose
+from mlx_swarm.broker.cache.ssd.disk import Disk
+from mlx_swarm.broker.engine import loop
+from mlx_swarm.broker.errors import InvalidSetting, ModelUnreadable
+from mlx_swarm.broker.trace import events
+from tests.engine.test_restoring import files, held, is_restoring, until
+from tests.tiny_broker import check_idle, inside, request, tiny
+
+pytestmark = pytest.mark.anyio
+
+SEQUENCE_BYTES = 56_000
+"""About what 100 tokens and a reply take in RAM, and on disk."""
+
+
+def asked(agent: int, tokens: int = 100, **fields: Any) -> Any:
+    """A prompt that shares nothing with those of other agents."""
+    own = [(agent * 37 + 5 * at) % 240 + 10 for at in range(tokens)]
+    return request(agent, tokens=own, **fields)
+
+
+async def check_nothing_left(broker: Broker) -> None:
+    """Assert that neither a request nor the tier holds anything any more."""
+    await broker.flush(10)
+    await check_idle(broker)
+
+    def look(engine: loop.EngineLoop) -> tuple[int, ...]:
+        purposes = Purpose.RESTORES, Purpose.SPILLS, Purpose.TAILS
+        return tuple(engine.ledger.used(purpose) for purpose in purposes)
+
+    assert await inside(broker, look) == (0, 0, 0)
+
+
+async def test_a_broker_without_work_goes_on_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold, create = threading.Event(), Disk.create
+
+    def wait(self: Disk, path: Path) -> Any:
+        hold.wait(20)
+        return create(self, path)
+
+    monkeypatch.setattr(Disk, "create", wait)
+    # A quarter of this may be on its way at a time: less than what is put.
+    async with tiny(cold=tmp_path, ram=7 * SEQUENCE_BYTES) as broker:
+        for agent in range(4):
+            await broker.complete(asked(agent))
+        hold.set()
+        await until(lambda: len(files(tmp_path)) >= 4)
+        await check_nothing_left(broker)
+
+
+async def test_a_folder_too_small_for_all_is_not_written_again_and_again(tmp_path: Path) -> None:
+    async with tiny(cold=tmp_path, cold_limit=int(2.5 * SEQUENCE_BYTES)) as broker:
+        for agent in range(4):
+            await broker.complete(asked(agent))
+        assert (await broker.flush(3)).writes
+        cold = (await broker.statistics()).engine.cache.cold
+        assert cold is not None
+        assert cold.writes <= 3 * 4
+        assert cold.bytes <= cold.max_bytes
+
+
+async def test_an_engine_that_cannot_start_lets_the_folder_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: object) -> None:
+        raise ValueError("on purpose")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(loop, "BatchLane", fail)
+        with pytest.raises(ModelUnreadable, match="on purpose"):
+            await tiny(cold=tmp_path).__aenter__()
+    async with tiny(cold=tmp_path) as broker:
+        cold = (await broker.statistics()).engine.cache.cold
+        assert cold is not None
+        assert not cold.is_read_only
+
+
+async def test_what_was_read_for_nobody_cannot_end_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with tiny(cold=tmp_path) as broker:
+        reply = await broker.complete(asked(0))
+    hold = held(monkeypatch)
+    async with tiny(cold=tmp_path) as broker:
+        cache: Any = await inside(broker, lambda engine: engine.cache)
+        async with broker.stream(asked(0)) as stream:
+            await is_restoring(broker)
+            stream.cancel()
+            assert isinstance([event async for event in stream][-1], Completed)
+        with monkeypatch.context() as broken:
+            asking: list[object] = []
+
+            def fail(*given: object) -> None:
+                asking.append(given)
+                raise RuntimeError("out of device memory, on purpose")
+
+            broken.setattr(cache, "lease", fail)
+            hold.set()
+            await until(lambda: bool(asking))
+        assert (await broker.complete(asked(0))).tokens == reply.tokens
+        await check_nothing_left(broker)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("ram", [64 << 20, 3 * SEQUENCE_BYTES])
+async def test_who_waits_for_the_disk_is_served_in_order(
+    tmp_path: Path, rows: int, ram: int
+) -> None:
+    async with tiny(cold=tmp_path) as broker:
+        replies = [(await broker.complete(asked(agent))).tokens for agent in range(3)]
+    async with tiny(cold=tmp_path, max_rows=rows, ram=ram) as broker:
+        streams = [broker.stream(asked(number % 3)) for number in range(9)]
+        for number, stream in enumerate(streams):
+            end = [event async for event in stream][-1]
+            assert isinstance(end, Completed)
+            assert end.tokens == replies[number % 3]
+            assert end.usage.prefilled_tokens == 1
+        over = [e.request for e in broker.recorder.events() if isinstance(e, events.Finished)]
+        await check_nothing_left(broker)
+    places = [over.index(stream.request) for stream in streams]
+    assert all(abs(place - number) < rows for number, place in enumerate(places))
+
+
+async def test_what_leaves_a_small_ram_comes_back_the_same(tmp_path: Path) -> None:
+    async with tiny(cold=tmp_path, ram=int(2.5 * SEQUENCE_BYTES)) as broker:
+        rounds = [[(await broker.complete(asked(a))).tokens for a in range(5)] for _ in range(2)]
+        seen = [type(event) for event in broker.recorder.events()]
+        await check_nothing_left(broker)
+    assert rounds[0] == rounds[1]
+    first = [seen.index(kind) for kind in (events.Spilled, events.Demoted, events.Restored)]
+    assert first == sorted(first)
+    assert events.Evicted not in seen
+
+
+async def test_a_folder_that_is_removed_is_filled_again(tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    async with tiny(cold=folder, ram=int(2.5 * SEQUENCE_BYTES)) as broker:
+        first = [(await broker.complete(asked(agent))).tokens for agent in range(5)]
+        await broker.flush()
+        shutil.rmtree(folder)
+        again = [(await broker.complete(asked(agent))).tokens for agent in range(5)]
+        await check_nothing_left(broker)
+    async with tiny(cold=folder) as broker:
+        later = [await broker.complete(asked(agent)) for agent in range(5)]
+    assert first == again == [reply.tokens for reply in later]
+    assert later[-1].usage.cold_tokens
+
+
+@pytest.mark.parametrize("cold", ["", 5, True, b"folder", [], "a\0b", "~nobody-of-that-name/kv"])
+def test_what_cannot_name_a_folder_is_refused(cold: Any) -> None:
+    with pytest.raises(InvalidSetting, match="cold is "):
+        tiny(cold=cold)
+
+
+@pytest.mark.parametrize("seconds", [-1, float("inf"), float("nan"), "1", None])
+async def test_a_flush_takes_a_number_of_seconds(tmp_path: Path, seconds: Any) -> None:
+    async with tiny(cold=tmp_path) as broker:
+        with pytest.raises(InvalidRequest, match="seconds is "):
+            await broker.flush(seconds)
