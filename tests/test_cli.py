@@ -197,7 +197,10 @@ def test_cache_folder_that_cannot_be_written(
 def test_signals_end_it_quietly(numbers: list[signal.Signals], code: int) -> None:
     command = [sys.executable, "-m", "mlx_swarm.broker.cli", *DEMO, "--max-tokens", "3000"]
     # What starts the tests in the background lets its children ignore Ctrl-C, nohup a hang-up.
-    kinds = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    kinds: dict[signal.Signals, Any] = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
     inherited = {number: signal.signal(number, usual) for number, usual in kinds.items()}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
