@@ -21,8 +21,9 @@ class Extent:
     """KV of tokens [start, stop), absolute positions, sealed: never written again.
 
     `buffers[i]` is `[planes, heads, tokens, dim]` of `layout.groups[i]`, exactly as large as its
-    shape says, and evaluated or under way. `runs[i]` are the positions it holds: all of them, except that window
-    classes may hold fewer. It lives while ranges refer to it; with the last one its buffers go.
+    shape says, and evaluated or under way. `runs[i]` are the positions it holds: all of them,
+    except that window classes may hold fewer. It lives while ranges refer to it; with the last one
+    its buffers go.
     """
 
     __slots__ = ("_live", "buffers", "layout", "runs", "start", "stop")

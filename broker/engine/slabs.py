@@ -287,9 +287,7 @@ class TailSlabs:
 
 
 def _take(plane: mx.array, index: mx.array) -> mx.array:
-    """The tokens of `index`, moved in as few pieces as their size allows: a gather takes its time by
-    the piece.
-    """
+    """The tokens of `index`, in few pieces: a gather takes its time by the piece."""
     wide = WIDE if plane.shape[3] * plane.itemsize % WIDE.size == 0 else plane.dtype
     return mx.take(plane.view(wide), index, axis=2).view(plane.dtype)
 

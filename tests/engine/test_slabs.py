@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_swarm.broker.cache.layout import Layout, Plane, TokenLeaf
-from mlx_swarm.broker.engine.slabs import SIZE_STEPS, Tail, TailSlabs, rounded
+from mlx_swarm.broker.engine.slabs import ROOM_SHARE, SIZE_STEPS, Tail, TailSlabs, rounded
 
 HEADS, DIM = 2, 4
 LAYOUT = Layout((TokenLeaf("KVCache", (Plane("float32", HEADS, DIM),) * 2),) * 2)
@@ -195,7 +195,7 @@ def test_slabs_become_smaller_once_most_rows_have_left() -> None:
         world.leave(tail)
     world.step()
     world.check()
-    assert world.slabs.tokens <= rounded(101 + 100 // 8)
+    assert world.slabs.tokens <= rounded(101 + 100 // ROOM_SHARE)
 
 
 def test_tokens_of_any_size_are_moved_whole() -> None:
