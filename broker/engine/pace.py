@@ -9,6 +9,9 @@ LONGEST = 8192
 GRAIN = 256
 """Chunks are multiples of this, so that few lengths are seen."""
 
+FINE_GRAIN = 32
+"""Chunks below `GRAIN` are multiples of this: machines that are so slow see few lengths anyhow."""
+
 FREE_SECONDS = 0.5
 """What prefill may take at once while nothing decodes: a cancellation waits for so long."""
 
@@ -52,10 +55,11 @@ class Pace:
         if not self._rates or not self._steps:
             return self._first
         affordable = statistics.median(list(self._rates)[-3:]) * (GAP - 1) * self._step()
-        return self._rounded(affordable, GRAIN)
+        return self._rounded(affordable, FINE_GRAIN)
 
     def _step(self) -> float:
         return statistics.median(self._steps)
 
     def _rounded(self, tokens: float, least: int) -> int:
-        return max(least, int(min(tokens, LONGEST)) // GRAIN * GRAIN)
+        grain = GRAIN if tokens >= GRAIN else FINE_GRAIN
+        return max(least, int(min(tokens, LONGEST)) // grain * grain)
