@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+AT_ONCE = 2e-4
+"""Seconds in which nothing was waited for."""
+
 
 class Ahead:
     """Keeps at most one piece of prefill under way on the device when `start` returns.
@@ -29,10 +32,12 @@ class Ahead:
         mx.async_eval(*results, mark)
         before, self._under_way = self._under_way, _Piece(mark, tokens, begun)
         if before is not None:
+            dispatched = time.perf_counter()
             mx.eval(before.mark)
             done = time.perf_counter()
             self._on_done(before.tokens, done - max(before.begun, self._free_at))
-            self._free_at = done
+            # Without a wait it was done before, and this piece may be under way since it was begun.
+            self._free_at = done if done - dispatched > AT_ONCE else begun
 
 
 class _Piece(NamedTuple):

@@ -8,6 +8,7 @@ the statistics say why.
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import mlx.core as mx
@@ -34,7 +35,8 @@ __all__ = ["BatchLane", "LaneStatistics", "RowToken"]
 
 
 TILE = 2048
-"""Prompt tokens of one call of the model: MLX prepares its attention anew for every length."""
+"""Prompt tokens of one call of the model, which ends at a multiple of it: with CUDA, MLX prepares
+its attention for every length that it has not seen."""
 
 _log = logging.getLogger(__name__)
 
@@ -172,10 +174,10 @@ class BatchLane:
         the piece before is computed.
         """
         self._guard.check()
-        for start in range(row.position, stop, TILE):
-            tokens = row.prompt[start : min(start + TILE, stop)]
-            self._model.model(mx.array(tokens)[None], cache=row.caches)
-            self._ahead.start(_arrays(row.caches), len(tokens))
+        cuts = range((row.position // TILE + 1) * TILE, stop, TILE)
+        for start, end in pairwise([row.position, *cuts, stop]):
+            self._model.model(mx.array(row.prompt[start:end])[None], cache=row.caches)
+            self._ahead.start(_arrays(row.caches), end - start)
         row.position = stop
 
     def store(self, row: Row, shared: int) -> bool:

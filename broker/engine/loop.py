@@ -14,6 +14,7 @@ from mlx_lm.models.cache import KVCache
 from msgspec import Struct
 
 from ..affinity import ThreadGuard
+from ..backend import describe
 from ..cache.cold import Flushed
 from ..cache.ledger import Ledger, LedgerStatistics, Purpose
 from ..cache.prefix_hash import Tokens
@@ -29,7 +30,7 @@ from ..trace.recorder import Recorder
 from .admission import Admission
 from .batch import BatchLane, LaneStatistics, RowToken
 from .memory import RowMemory, device_limit, weight_bytes
-from .pace import Pace
+from .pace import LEAST, LEAST_CUDA, Pace
 from .restoring import Post, Restoring
 from .row import Row
 from .sampling import RowSampler
@@ -101,7 +102,8 @@ class EngineLoop:
             else None
         )
         self.cache = PromptCache(settings.ram, cold=self._cold, ledger=self.ledger, trace=recorder)
-        self._pace = Pace(PREFILL_CHUNK, settings.prefill_chunk)
+        least = LEAST_CUDA if describe().device == "cuda" else LEAST
+        self._pace = Pace(PREFILL_CHUNK, settings.prefill_chunk, least)
         try:
             self.lane = BatchLane(model, self.cache, settings.max_rows, self._note_prefill)
         except BaseException:
