@@ -30,9 +30,6 @@ from .self_test import self_test
 from .shared import SharedDecoder
 from .shared_attention import Implementation
 
-__all__ = ["BatchLane", "LaneStatistics", "RowToken"]
-
-
 TILE = 2048
 """Prompt tokens of one call of the model: MLX prepares its attention anew for every length."""
 
