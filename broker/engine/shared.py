@@ -16,10 +16,7 @@ from .batch_test import BatchVerdict
 from .decode_batch import DecodeBatch, DecodeStatistics
 from .row import Row, RowToken
 from .seat import Seat, SeatRow, path_segments, zero_states
-from .sharing import Piece
-
-PRIVATE_TOKENS = 512
-"""A last piece shorter than this that nobody else reads is copied into the row's tail."""
+from .sharing import Piece, is_worth_a_span
 
 
 class SharedDecoder:
@@ -99,7 +96,7 @@ class SharedDecoder:
         seat = self._seats[row]
 
         def rebased(lease: PromptLease) -> bool:
-            if lease.length - seat.reach < PRIVATE_TOKENS:
+            if not is_worth_a_span(lease.length - seat.reach, alone=True):
                 return False
             self._batch.rebase(seat, _pieces(lease))
             return True
@@ -199,7 +196,7 @@ class SharedDecoder:
         if row.lease is None or not seat.path:
             return False
         tokens = seat.path[-1].stop - seat.path[-1].start
-        if tokens >= PRIVATE_TOKENS or self._cache.readers(row.lease) > 1:
+        if self._cache.readers(row.lease) > 1 or is_worth_a_span(tokens, alone=True):
             return False
         # The row was promised memory for what it does not read in the cache, and no more.
         return tokens * self._layout.bytes_per_token <= self._cache.free_bytes
