@@ -6,6 +6,14 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+TILE_ALONE = 2048
+"""Prompt tokens of one call of the model, for one row: MLX prepares its attention anew for every
+length, so there are to be few.
+"""
+
+TILE_TOGETHER = 4096
+"""The same for rows in the batch, over all of them."""
+
 
 class Ahead:
     """Keeps at most one piece of prefill under way on the device when `start` returns.

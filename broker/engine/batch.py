@@ -21,7 +21,7 @@ from ..cache.prompt_cache import PromptCache
 from ..cache.restores import Restoration
 from ..errors import SwarmError
 from ..models import LoadedModel
-from .ahead import Ahead
+from .ahead import TILE_ALONE, Ahead
 from .batch_test import batch_test
 from .decode_batch import DecodeStatistics
 from .replicated import ReplicatedDecoder
@@ -29,9 +29,6 @@ from .row import Row, RowToken
 from .self_test import self_test
 from .shared import SharedDecoder
 from .shared_attention import Implementation
-
-TILE = 2048
-"""Prompt tokens of one call of the model: MLX prepares its attention anew for every length."""
 
 _log = logging.getLogger(__name__)
 
@@ -169,8 +166,8 @@ class BatchLane:
         the piece before is computed.
         """
         self._guard.check()
-        for start in range(row.position, stop, TILE):
-            tokens = row.prompt[start : min(start + TILE, stop)]
+        for start in range(row.position, stop, TILE_ALONE):
+            tokens = row.prompt[start : min(start + TILE_ALONE, stop)]
             self._model.model(mx.array(tokens)[None], cache=row.caches)
             self._ahead.start(_arrays(row.caches), len(tokens))
         row.position = stop
