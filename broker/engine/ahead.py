@@ -6,6 +6,14 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+TILE_ALONE = 2048
+"""Prompt tokens of one call of the model for one row, which ends at a multiple of it: with CUDA,
+MLX prepares its attention for every length that it has not seen.
+"""
+
+TILE_TOGETHER = 4096
+"""The same for rows in the batch, over all of them."""
+
 AT_ONCE = 2e-4
 """Seconds in which nothing was waited for."""
 

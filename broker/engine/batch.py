@@ -22,7 +22,7 @@ from ..cache.prompt_cache import PromptCache
 from ..cache.restores import Restoration
 from ..errors import SwarmError
 from ..models import LoadedModel
-from .ahead import Ahead
+from .ahead import TILE_ALONE, Ahead
 from .batch_test import batch_test
 from .decode_batch import DecodeStatistics
 from .replicated import ReplicatedDecoder
@@ -30,13 +30,6 @@ from .row import Row, RowToken
 from .self_test import self_test
 from .shared import SharedDecoder
 from .shared_attention import Implementation
-
-__all__ = ["BatchLane", "LaneStatistics", "RowToken"]
-
-
-TILE = 2048
-"""Prompt tokens of one call of the model, which ends at a multiple of it: with CUDA, MLX prepares
-its attention for every length that it has not seen."""
 
 _log = logging.getLogger(__name__)
 
@@ -174,7 +167,7 @@ class BatchLane:
         the piece before is computed.
         """
         self._guard.check()
-        cuts = range((row.position // TILE + 1) * TILE, stop, TILE)
+        cuts = range((row.position // TILE_ALONE + 1) * TILE_ALONE, stop, TILE_ALONE)
         for start, end in pairwise([row.position, *cuts, stop]):
             self._model.model(mx.array(row.prompt[start:end])[None], cache=row.caches)
             self._ahead.start(_arrays(row.caches), end - start)

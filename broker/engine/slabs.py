@@ -32,9 +32,6 @@ SPARE_SHARE = 2
 WIDE = mx.uint64
 """The widest type that tokens can be moved in."""
 
-POOL_SHARE = 2
-"""MLX's pool is emptied when it holds more than one part in so many of what is in use."""
-
 
 class SlabStatistics(Struct, frozen=True, kw_only=True):
     """Exact bytes of all slabs, those of them that tokens fill, and how often all tails moved."""
@@ -265,9 +262,6 @@ class TailSlabs:
         self._tails = tails
         self._measure()
         self._moves += 1
-        # Every size of slab that was given up stays in MLX's pool; emptying it takes long.
-        if mx.get_cache_memory() > mx.get_active_memory() // POOL_SHARE:
-            mx.clear_cache()
 
     def _gather(self, source: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
         index = mx.array(source)

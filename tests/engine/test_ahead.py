@@ -1,5 +1,6 @@
 """What pieces are said to have taken: from when the device was free for them, or longer."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -21,7 +22,8 @@ def test_every_piece_but_the_last_is_reported_in_order() -> None:
 def test_a_piece_after_an_idle_time_is_not_said_to_be_shorter_than_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now, dispatch = 0.0, mx.async_eval
+    now = 0.0
+    dispatch: Callable[..., None] = mx.async_eval
 
     def slow_dispatch(*arrays: mx.array) -> None:
         nonlocal now
