@@ -24,7 +24,7 @@ from .ahead import TILE_TOGETHER, Ahead
 from .batch_caches import Asked, BatchCache, StepState
 from .kernels.launch import MAX_SPANS
 from .logprobs import StepLogprobs, step_logprobs
-from .placement import Placement
+from .placement import Afford, Placement
 from .sampling import sample
 from .seat import Seat, SeatRow, States, zero_states
 from .sharing import Piece, Sharing
@@ -72,12 +72,13 @@ class DecodeBatch:
         limits: PrefillLimits | None = None,
         max_spans: int = MAX_SPANS,
         ahead: Ahead | None = None,
+        afford: Afford = lambda seat, reach: True,
     ) -> None:
         self._model = model
         self._layout = layout
         self._limits = limits or PrefillLimits()
         self._ahead = ahead or Ahead()
-        self._placement = Placement(layout, max_spans)
+        self._placement = Placement(layout, max_spans, afford)
         self._slabs = self._placement.slabs
         self._parked: dict[Seat, None] = {}
         self._joining: list[Seat] = []

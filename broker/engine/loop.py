@@ -105,7 +105,13 @@ class EngineLoop:
         self._pool = ExitStack()
         self._pool.enter_context(bounded_pool(self.ledger.limit))
         try:
-            self.lane = BatchLane(model, self.cache, settings.max_rows, self._note_prefill)
+            self.lane = BatchLane(
+                model,
+                self.cache,
+                settings.max_rows,
+                self._note_prefill,
+                lambda row, reach: self._memory.afford(row, reach),
+            )
         except BaseException:
             self._pool.close()
             if self._cold is not None:
@@ -185,6 +191,7 @@ class EngineLoop:
         self.ledger.check_integrity()
         promised = sum(row.memory.remaining for row in self._rows.values() if row.memory)
         assert self.ledger.used(Purpose.TAILS) == promised
+        assert self.lane.statistics().batch.tails.used_bytes <= promised
 
     def turn(self) -> bool:
         """Do the next piece of work; False if there is none."""
@@ -373,7 +380,7 @@ class EngineLoop:
         self._settle(row)
 
     def _settle(self, row: Row) -> None:
-        self._memory.settle(row, row.lease.length if row.lease is not None else 0)
+        self._memory.settle(row, self.lane.reads(row))
 
     def _join(self, row: Row) -> None:
         self.lane.join(row)

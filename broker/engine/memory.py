@@ -66,6 +66,21 @@ class RowMemory:
             need = self._need(row, self._known(row))
         self._promise(row, need)
 
+    def afford(self, row: Row, known: int) -> bool:
+        """Promise a row what it needs where only `known` tokens are read in the cache, if that is
+        to be had; else it keeps what it has.
+        """
+        need = self._need(row, known)
+        held = row.memory.remaining if row.memory is not None else 0
+        if need - held > self._ledger.available(Purpose.TAILS):
+            self._cache.give_way(need - held)
+        if need - held > self._ledger.available(Purpose.TAILS):
+            return False
+        if need > held:
+            self.release(row)
+            self._promise(row, need)
+        return True
+
     def settle(self, row: Row, known: int) -> None:
         """A row decodes now over `known` tokens of the cache: keep no more than it needs."""
         self.release(row)

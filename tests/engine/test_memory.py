@@ -7,13 +7,20 @@ import psutil
 import pytest
 
 from mlx_swarm.broker import Request
-from mlx_swarm.broker.engine.memory import bounded_pool, device_limit, weight_bytes
+from mlx_swarm.broker.engine.kernels.launch import MAX_SPANS
+from mlx_swarm.broker.engine.memory import (
+    RowMemory,
+    bounded_pool,
+    device_limit,
+    weight_bytes,
+)
 from mlx_swarm.broker.errors import OutOfMemory
 from tests.engine.driver import Driver, assert_greedy
-from tests.engine.test_shared import model_of
+from tests.engine.test_shared import KINDS, model_of
 from tests.tiny_broker import SHARED, prompt
 
 GIB = 1 << 30
+LONGER = KINDS["llama"].replace("context=512", "context=1024")
 
 
 def test_on_a_cpu_it_is_what_the_system_can_hand_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,4 +94,54 @@ def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
     assert isinstance(refused.error, OutOfMemory)
     assert "66 prompt tokens and up to 300 new ones need 274.5 KiB" in str(refused.error)
     assert served.end is not None
+    driver.check_idle()
+
+
+def families(count: int, length: int) -> list[Request]:
+    """Requests that have nothing in common, longer than what is copied without need."""
+    return [
+        Request(tokens=[*((7 * at + 31 * n) % 250 for at in range(length)), 9], max_tokens=120)
+        for n in range(count)
+    ]
+
+
+@pytest.mark.parametrize("copies", range(4))
+def test_what_no_span_serves_is_copied_only_into_memory_that_there_is(copies: int) -> None:
+    model = model_of(LONGER)
+    asked = families(11, 520)
+    token = 3 * 2 * 2 * 16 * 4
+    whole, own = 521 * token, 121 * token
+    # Everybody's prompt in the cache, everybody's output, and the copies of some prompts.
+    memory = weight_bytes(model) + 11 * (whole + own) + copies * whole + whole // 2
+    driver = Driver(model, ram=12 * whole, max_rows=11, chunk=512, memory=memory)
+    boxes = [driver.submit(each) for each in asked]
+    while driver.engine.turn():
+        driver.engine.check_integrity()
+    for request, box in zip(asked, boxes, strict=True):
+        assert_greedy(model, request.tokens, box.tokens)
+    driver.check_idle()
+
+
+def test_without_memory_for_copies_there_are_more_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RowMemory, "afford", lambda *_: False)
+    model = model_of(LONGER)
+    driver, asked = Driver(model, max_rows=11, chunk=512), families(11, 520)
+    boxes = [driver.submit(each) for each in asked]
+    driver.decode_all(boxes, 2)
+    batch = driver.engine.statistics().lane.batch
+    assert batch.spans == batch.rows == driver.engine.cache.statistics().leases > MAX_SPANS
+    driver.run()
+    for request, box in zip(asked, boxes, strict=True):
+        assert_greedy(model, request.tokens, box.tokens)
+    driver.check_idle()
+
+
+def test_what_was_copied_is_pinned_no_longer() -> None:
+    model = model_of(LONGER)
+    driver = Driver(model, max_rows=11, chunk=512)
+    boxes = [driver.submit(each) for each in families(11, 520)]
+    driver.decode_all(boxes, 2)
+    batch = driver.engine.statistics().lane.batch
+    assert batch.spans == driver.engine.cache.statistics().leases == MAX_SPANS < batch.rows
+    driver.run()
     driver.check_idle()
