@@ -120,14 +120,14 @@ class ColdWrites:
             return False
         lease = self._lender.lend(space, node, Plan(prompt_tokens=node.stop, ram_tokens=node.stop))
         self._writing.add(node)
-        return self._submit(lease, _Write(node, start, size, self._clock()))
+        return self._submit(lease, self._write(node, start, size))
 
     def begin_unshelved(self, lease: PromptLease) -> bool:
         """Offer an entry that was never in RAM; it is lost if the store does not take it."""
         size = sum(cache.nbytes for cache in lease.caches)
         if not self._has_room_for(size):
             return False
-        return self._submit(lease, _Write(None, 0, size, self._clock()))
+        return self._submit(lease, self._write(None, 0, size))
 
     def drain(self) -> bool:
         """Take note of writes that ended; whether nodes may leave RAM that could not before."""
@@ -150,13 +150,15 @@ class ColdWrites:
                 self._failed(error)
         return freed or was_available != self.is_available
 
-    def cover(self, node: Node, start: int = 0) -> None:
-        """The store has tokens [start, end of node) and the node's checkpoint."""
+    def cover(self, node: Node, start: int = 0, losses: int | None = None) -> None:
+        """The store has tokens [start, end of node) and the node's checkpoint, or had them when
+        its losses were so many.
+        """
         if node.span is None:
             return
         if node.checkpoint is not None:
             self._marked.add(node)
-        losses = self._store.losses
+        losses = self._store.losses if losses is None else losses
         self._covered.update((each, losses) for each in node.path() if each.start >= start)
 
     def divided(self, upper: Node, lower: Node) -> None:
@@ -192,6 +194,9 @@ class ColdWrites:
     def _has_room_for(self, size: int) -> bool:
         return not self.pending_bytes or self.pending_bytes + size <= self.limit
 
+    def _write(self, node: Node | None, start: int, size: int) -> "_Write":
+        return _Write(node, start, size, self._clock(), self._store.losses)
+
     def _submit(self, lease: PromptLease, write: "_Write") -> bool:
         self._writes[lease] = write
         self.pending_bytes += write.bytes
@@ -212,7 +217,8 @@ class ColdWrites:
         node = write.node
         if node is None or node.span is None:
             return
-        self.cover(node, write.start)
+        # By the time this is noted, what was written may have made room for what came later.
+        self.cover(node, write.start, write.losses)
         self._reporter.emit(
             lambda now: Spilled(
                 time=now,
@@ -252,6 +258,8 @@ class _Write(NamedTuple):
     start: int
     bytes: int
     begun: float
+    losses: int
+    """Of the store, before it was offered this."""
 
 
 _Outcome = tuple[PromptLease, Exception | None]

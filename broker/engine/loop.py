@@ -5,6 +5,7 @@ that fails ends the rows of that step; the loop goes on.
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -197,21 +198,29 @@ class EngineLoop:
     def close(self) -> None:
         """Fail what is open as closed, release every lease, end the lane, the tiers and the trace.
 
-        Writes to the cold tier get some seconds to end.
+        Writes to the cold tier get `CLOSE_SECONDS` to end; a disk that hangs keeps nobody longer
+        than that and the store's last seconds.
         """
         self._guard.check()
+        deadline = time.monotonic() + CLOSE_SECONDS
         for row in list(self._rows.values()):
             with suppress(Exception):  # the reader is told first of all
                 self._fail(row, BrokerClosed(f"the broker was closed while {row.id} was open"))
         with ExitStack() as last:
             last.callback(self._recorder.close)
             if self._cold is not None:
-                last.callback(self._cold.close)
+                cold = self._cold
+                last.callback(lambda: cold.close(_left(deadline)))
             last.callback(self.cache.clear)
-            last.callback(self._restoring.close)
+            last.callback(lambda: self._restoring.close(_left(deadline)))
             if self._cold is not None:
-                last.callback(self.cache.flush, CLOSE_SECONDS)
+                last.callback(lambda: self._flush_last(_left(deadline)))
             last.callback(self.lane.close)
+
+    def _flush_last(self, seconds: float) -> None:
+        left = self.cache.flush(seconds)
+        if left.writes:
+            _log.warning("closed before %d sequences (%d bytes) were on disk", *left)
 
     def _turn(self) -> bool:
         match self.scheduler.next():
@@ -477,6 +486,10 @@ class EngineLoop:
 
     def _emit(self, kind: type[events.Event], **fields: object) -> None:
         self._recorder.emit(kind(time=self._recorder.now(), **fields))
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
 
 
 def _as_swarm_error(error: Exception, what: str, request: RequestId) -> SwarmError:

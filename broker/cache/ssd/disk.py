@@ -4,6 +4,7 @@ import fcntl
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import closing
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -56,6 +57,12 @@ class Disk:
             return FileIO(os.open(path, flags | getattr(os, "O_NOATIME", 0)), "rb")
         except PermissionError:
             return FileIO(os.open(path, flags), "rb")
+
+    def expect(self, path: Path) -> None:
+        """Have the system begin to read a file, where it can be asked to."""
+        if hasattr(os, "posix_fadvise"):
+            with closing(self.open(path)) as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
     def read_into(self, file: FileIO, offset: int, buffer: memoryview) -> int:
         """Fill a buffer from a place in the file; returns how much of it, less at the end only."""

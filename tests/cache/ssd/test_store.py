@@ -1,5 +1,6 @@
 """The SSD store in use: caps, recency, the lock, the queue, the index that is saved."""
 
+import gc
 import logging
 import os
 import threading
@@ -12,10 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mlx_swarm.broker.cache.extents import Extent
 from mlx_swarm.broker.cache.ledger import Ledger, Purpose
 from mlx_swarm.broker.cache.prompt_cache import PromptCache
 from mlx_swarm.broker.cache.ssd import SsdStore, pieces
 from mlx_swarm.broker.cache.ssd import folder as folder_module
+from mlx_swarm.broker.cache.ssd import store as store_module
 from mlx_swarm.broker.cache.ssd.disk import Disk
 from mlx_swarm.broker.cache.ssd.names import SIDECAR, UNFINISHED, VERSION
 from mlx_swarm.broker.cache.ssd.opening import Opened, fill
@@ -38,10 +41,19 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=20)
 
 
 class SlowDisk(Disk):
-    """Creates no file before it may."""
+    """Creates no file before it may, and reads none while it may not."""
 
     def __init__(self) -> None:
         self.may_write = threading.Event()
+        self.may_read = threading.Event()
+        self.may_read.set()
+        self.is_reading = threading.Event()
+
+    def open(self, path: Path) -> FileIO:
+        if not self.may_read.is_set():
+            self.is_reading.set()
+            assert self.may_read.wait(SECONDS)
+        return super().open(path)
 
     def create(self, path: Path) -> Any:
         assert self.may_write.wait(SECONDS)
@@ -149,6 +161,20 @@ class TestCap:
             assert taken(cache, [*sequence(1, 30), 7]) == 30
             assert path.exists()
 
+    def test_what_had_to_go_before_its_write_was_noted_is_not_durable(self, tmp_path: Path) -> None:
+        store_all(tmp_path / "probe", [sequence(1, 30)])
+        (path,) = files(tmp_path / "probe")
+        disk = SlowDisk()
+        with SsdStore(tmp_path / "kv", path.stat().st_size + 100, disk=disk) as store:
+            cache = PromptCache(RAM, cold=store)
+            for start in (1, 2):
+                put(cache, sequence(start, 30))
+                assert cache.write_behind()
+            disk.may_write.set()
+            store.flush(SECONDS)
+            assert len(files(tmp_path / "kv")) == 1
+            assert cache.flush(0.0).writes == 1
+
 
 class TestLock:
     def test_a_second_store_only_reads_and_says_so(
@@ -233,7 +259,7 @@ class TestQueue:
         assert len(files(tmp_path)) == 10
 
     def test_closing_gives_up_in_time_and_says_so(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         disk = SlowDisk()
         store = SsdStore(tmp_path, CAP, disk=disk)
@@ -241,12 +267,65 @@ class TestQueue:
         for start in (1, 2):
             put(cache, sequence(start, 30))
         cache.demote_idle(0)
-        monkeypatch.setattr("mlx_swarm.broker.cache.ssd.writer.LAST_WRITE_SECONDS", 0.0)
+        monkeypatch.setattr(store_module, "LAST_SECONDS", 0.0)
         store.close(0.01)
+        assert "before 2 writes" in caplog.text
         assert cache.demote_idle(0) == 0
         assert cache.statistics().total.undurable_bytes == cache.total_bytes
+        # The folder is let go once the disk answers.
+        with SsdStore(tmp_path, CAP) as second:
+            assert second.statistics().is_read_only
         disk.may_write.set()
-        store.flush(SECONDS)
+        monkeypatch.setattr(store_module, "LAST_SECONDS", SECONDS)
+        store.close()
+        with SsdStore(tmp_path, CAP) as third:
+            assert not third.statistics().is_read_only
+
+    def test_closing_does_not_wait_for_a_read_that_hangs(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        store_all(tmp_path, [range(30)])
+        disk = SlowDisk()
+        store = SsdStore(tmp_path, CAP, disk=disk)
+        restoration = PromptCache(RAM, cold=store).restoration([*range(30), 7])
+        assert restoration is not None
+        disk.may_read.clear()
+        reading = threading.Thread(target=restoration.run)
+        reading.start()
+        assert disk.is_reading.wait(SECONDS)
+        monkeypatch.setattr(store_module, "LAST_SECONDS", 0.0)
+        store.close(0.0)
+        assert "hung in a read" in caplog.text
+        disk.may_read.set()
+        reading.join()
+        assert restoration.restored is not None
+
+    def test_closing_does_not_wait_for_an_index_that_cannot_be_saved(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        disk = SlowDisk()
+        disk.may_write.set()
+        store = SsdStore(tmp_path, CAP, disk=disk)
+        put(cache := PromptCache(RAM, cold=store), range(30))
+        assert cache.flush(SECONDS) == (0, 0)
+        disk.may_write.clear()
+        monkeypatch.setattr(store_module, "LAST_SECONDS", 0.0)
+        store.close(0.0)
+        disk.may_write.set()
+        monkeypatch.setattr(store_module, "LAST_SECONDS", SECONDS)
+        store.close()
+        assert (tmp_path / VERSION / SIDECAR).exists()
+
+    def test_nothing_of_what_was_written_is_kept_while_nothing_else_is(
+        self, tmp_path: Path
+    ) -> None:
+        with SsdStore(tmp_path, CAP) as store:
+            cache = PromptCache(RAM, cold=store)
+            put(cache, range(30))
+            assert cache.flush(SECONDS) == (0, 0)
+            cache.clear()
+            gc.collect()
+            assert not [each for each in gc.get_objects() if isinstance(each, Extent)]
 
 
 class TestIndex:
