@@ -29,10 +29,9 @@ class Disk:
         """A private folder, and what is missing above it."""
         folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
 
-    def identity(self, folder: Path) -> tuple[int, int]:
-        """What distinguishes a folder from one made later at the same place."""
-        facts = folder.stat()
-        return facts.st_dev, facts.st_ino
+    def is_at(self, descriptor: int, path: Path) -> bool:
+        """Whether an open file is the one that is found there, not one made later."""
+        return os.path.samestat(os.fstat(descriptor), path.stat())
 
     def entries(self, folder: Path) -> Iterator[Facts]:
         """The plain files in a folder; one that vanishes meanwhile is left out."""

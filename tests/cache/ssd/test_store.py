@@ -3,6 +3,9 @@
 import gc
 import logging
 import os
+import shutil
+import subprocess
+import sys
 import threading
 from io import FileIO
 from pathlib import Path
@@ -58,6 +61,16 @@ class SlowDisk(Disk):
     def create(self, path: Path) -> Any:
         assert self.may_write.wait(SECONDS)
         return super().create(path)
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from mlx_swarm.broker.cache.ssd import SsdStore
+with SsdStore(Path(sys.argv[1]), 1 << 30):
+    print("mine", flush=True)
+    sys.stdin.read()
+"""
 
 
 class Listener:
@@ -161,6 +174,20 @@ class TestCap:
             assert taken(cache, [*sequence(1, 30), 7]) == 30
             assert path.exists()
 
+    def test_lowered_it_is_kept_from_the_start(self, tmp_path: Path) -> None:
+        for start in (1, 2, 3, 4):
+            store_all(tmp_path, [sequence(start, 30)])
+        sizes = [path.stat().st_size for path in files(tmp_path)]
+        with SsdStore(tmp_path, 2 * max(sizes) + 100) as store:
+            counts = store.statistics()
+            assert (counts.files, counts.evicted) == (2, 2)
+            assert counts.bytes <= counts.max_bytes
+            assert len(files(tmp_path)) == 2
+            cache = PromptCache(RAM, cold=store)
+            kept = [cache.plan([*sequence(start, 30), 7]).cold_tokens for start in (1, 2, 3, 4)]
+            assert kept == [0, 0, 30, 30]
+            store.check_integrity()
+
     def test_what_had_to_go_before_its_write_was_noted_is_not_durable(self, tmp_path: Path) -> None:
         store_all(tmp_path / "probe", [sequence(1, 30)])
         (path,) = files(tmp_path / "probe")
@@ -204,6 +231,76 @@ class TestLock:
             path.write_bytes(path.read_bytes()[:-1] + b"?")
             assert taken(PromptCache(RAM, cold=second), [*range(30), 7]) == 0
         assert path.exists()
+
+    def test_a_reader_removes_nothing_whatever_its_cap_is(self, tmp_path: Path) -> None:
+        store_all(tmp_path, [sequence(start, 30) for start in (1, 2)])
+        with SsdStore(tmp_path, CAP), SsdStore(tmp_path, 1) as second:
+            assert second.statistics().files == 2
+        assert len(files(tmp_path)) == 2
+
+    def test_who_lost_the_folder_does_not_share_it_with_who_made_it_anew(
+        self, tmp_path: Path
+    ) -> None:
+        with SsdStore(tmp_path, CAP) as first:
+            cache = PromptCache(RAM, cold=first)
+            put(cache, sequence(1, 30))
+            assert cache.flush(SECONDS) == (0, 0)
+            shutil.rmtree(tmp_path / VERSION)
+            with SsdStore(tmp_path, CAP) as second:
+                assert not second.statistics().is_read_only
+                for start in (2, 3, 4):
+                    put(cache, sequence(start, 30))
+                    cache.flush(SECONDS)
+                assert not files(tmp_path)
+                put(other := PromptCache(RAM, cold=second), range(30))
+                assert other.flush(SECONDS) == (0, 0)
+                second.check_integrity()
+
+    def test_a_file_that_goes_while_a_reader_opens_the_folder_is_no_fault(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        store_all(tmp_path, [range(30)])
+
+        class Vanishing(Disk):
+            def open(self, path: Path) -> FileIO:
+                path.unlink()
+                return super().open(path)
+
+        (tmp_path / VERSION / SIDECAR).unlink()
+        with SsdStore(tmp_path, CAP, disk=Vanishing()) as store:
+            assert store.statistics().unreadable == 0
+        assert not caplog.text
+
+    def test_the_lock_ends_with_its_process_however_that_ends(self, tmp_path: Path) -> None:
+        command = [sys.executable, "-c", HOLD, str(tmp_path)]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as holder:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "mine\n"
+            with SsdStore(tmp_path, CAP) as store:
+                assert store.statistics().is_read_only
+            holder.kill()
+        with SsdStore(tmp_path, CAP) as store:
+            assert not store.statistics().is_read_only
+
+    def test_a_reader_is_right_while_the_other_writes_and_evicts(self, tmp_path: Path) -> None:
+        store_all(tmp_path, [sequence(start, 30) for start in range(8)])
+        total = sum(path.stat().st_size for path in files(tmp_path))
+        with SsdStore(tmp_path, total + 100) as first, SsdStore(tmp_path, CAP) as second:
+            writing = PromptCache(RAM, cold=first)
+            served = 0
+            for start in range(8):
+                put(writing, sequence(100 + start, 20 + start))
+                writing.flush(SECONDS)
+                # Each take compares every byte with a computation.
+                served += sum(
+                    taken(PromptCache(RAM, cold=second), [*sequence(each, 30), 7]) > 0
+                    for each in range(8)
+                )
+            assert 0 < served < 64
+            assert first.statistics().evicted
+            assert not quarantined(tmp_path)
+            first.check_integrity()
 
     def test_what_a_crash_left_unfinished_is_removed(self, tmp_path: Path) -> None:
         store_all(tmp_path, [range(30)])
