@@ -1,12 +1,16 @@
 """`mlx-swarm cache`: what it prints, and that it touches nothing but what it is told to."""
 
+import os
 from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from typer.testing import CliRunner
 
 from mlx_swarm.broker.cache.ssd import SsdStore
+from mlx_swarm.broker.cache.ssd.disk import Disk
 from mlx_swarm.broker.cache_cli import app
 from mlx_swarm.broker.errors import CacheError
 from tests.cache.ssd.folders import CAP, files, store_all
@@ -45,6 +49,35 @@ def test_verifies_every_byte(folder: Path) -> None:
     with pytest.raises(CacheError, match="1 files are not"):
         output("verify", "-C", str(folder))
     assert len(files(folder)) == 3
+
+
+@pytest.mark.parametrize("size", [0, 300, -1])
+def test_verifies_also_what_no_index_has(folder: Path, size: int) -> None:
+    path = files(folder)[0]
+    os.truncate(path, size % path.stat().st_size)
+    with pytest.raises(CacheError, match="1 files are not"):
+        output("verify", "-C", str(folder))
+
+
+def test_tells_files_of_others_from_broken_ones(folder: Path) -> None:
+    path = files(folder)[0]
+    path.write_bytes(path.read_bytes().replace(b'format":"1"', b'format":"9"'))
+    assert "1 files are of another version" in output("verify", "-C", str(folder))
+
+
+def test_a_file_that_goes_meanwhile_is_no_fault(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = files(folder)[0]
+
+    def open_others(self: Disk, path: Path, do: Any = Disk.open) -> FileIO:
+        if path == gone:
+            raise FileNotFoundError(path)
+        return cast("FileIO", do(self, path))
+
+    monkeypatch.setattr(Disk, "open", open_others)
+    assert output("verify", "-C", str(folder)).startswith("2 files with")
+    assert output("show", gone.name[:40], "-C", str(folder)) == ""
 
 
 def test_removes_a_namespace_or_all(folder: Path) -> None:

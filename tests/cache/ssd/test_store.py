@@ -447,6 +447,13 @@ class TestIndex:
             assert store.statistics().files == 3
         assert [each.headers_read for each in found] == [0, 1, 3]
 
+    def test_is_not_waited_for_where_it_is_no_file(self, tmp_path: Path) -> None:
+        store_all(tmp_path, [range(30)])
+        (tmp_path / VERSION / SIDECAR).unlink()
+        os.mkfifo(tmp_path / VERSION / SIDECAR)
+        with SsdStore(tmp_path, CAP) as store:
+            assert taken(PromptCache(RAM, cold=store), [*range(30), 7]) == 30
+
     def test_is_saved_while_there_is_nothing_else_to_do(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
