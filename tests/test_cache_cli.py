@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from mlx_swarm.broker.cache.ssd import SsdStore
 from mlx_swarm.broker.cache.ssd.disk import Disk
+from mlx_swarm.broker.cache.ssd.names import LOCK, VERSION
 from mlx_swarm.broker.cache_cli import app
 from mlx_swarm.broker.errors import CacheError
 from tests.cache.ssd.folders import CAP, files, store_all
@@ -105,6 +106,14 @@ def test_says_what_it_cannot_do(folder: Path, arguments: Sequence[str], said: st
 
 def test_removes_nothing_that_a_broker_uses(folder: Path) -> None:
     with SsdStore(folder, CAP), pytest.raises(CacheError, match="another process"):
+        output("rm", "--all", "-C", str(folder))
+    assert len(files(folder)) == 3
+
+
+def test_says_why_nothing_can_be_removed(folder: Path) -> None:
+    (folder / VERSION / LOCK).unlink()
+    (folder / VERSION / LOCK).mkdir()
+    with pytest.raises(CacheError, match="Is a directory"):
         output("rm", "--all", "-C", str(folder))
     assert len(files(folder)) == 3
 

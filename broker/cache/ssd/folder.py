@@ -21,6 +21,12 @@ from .record import Record
 TOUCH_SECONDS = 60
 """The time of a file's use is written to disk at most so often."""
 
+QUARANTINE_SHARE = 10
+"""Files in quarantine may take this part of the cap when the folder is opened; older ones go."""
+
+TOLD = 10
+"""So many broken files are named when the folder is opened; the others are only counted."""
+
 SAVE_EVERY = 1000
 """After so many changes the index is worth writing down, or after this share of its files."""
 SAVE_SHARE = 4
@@ -54,10 +60,11 @@ class Folder:
         self._touched: dict[str, int] = {}
         self._changes = 0
         self._folder_lock = FolderLock(self.disk, self.path)
-        reason = self._open()
-        if reason is not None:
+        self.reason = self._open()
+        """Why it can only be read, if so."""
+        if self.reason is not None:
             self.is_read_only = True
-            _log.warning("%s is only read by this process: %s", self.path, reason)
+            _log.warning("%s is only read by this process: %s", self.path, self.reason)
 
     def path_of(self, key: str) -> Path:
         """Where a file is."""
@@ -204,10 +211,15 @@ class Folder:
         self.counts["foreign"] += found.foreign
         self.counts["unreadable"] += found.unreadable
         self._changes += found.headers_read
-        for key in found.corrupt:
+        for key in found.corrupt[:TOLD]:
             self._quarantine(key, "its header is broken")
+        for key in found.corrupt[TOLD:]:
+            self._quarantine(key, "its header is broken", logging.DEBUG)
+        if len(found.corrupt) > TOLD:
+            _log.warning("so are %d more files of %s", len(found.corrupt) - TOLD, self.path)
         if reason is None:
             self._shrink()
+            self._shrink_quarantine()
         return reason
 
     def _shrink(self) -> None:
@@ -224,6 +236,16 @@ class Folder:
                 self.path,
                 self.max_bytes,
             )
+
+    def _shrink_quarantine(self) -> None:
+        aside = self.path / QUARANTINE
+        left = self.max_bytes // QUARANTINE_SHARE
+        with suppress(OSError):
+            newest_first = sorted(self.disk.entries(aside), key=lambda facts: -facts.modified_ns)
+            for facts in newest_first:
+                left -= facts.size
+                if left < 0:
+                    self.disk.remove(aside / facts.name)
 
     def _victim(self, size: int) -> Record | None:
         """Forget the next file that has to go for `size` bytes more; None if they fit.
@@ -254,18 +276,18 @@ class Folder:
         except OSError as error:
             _log.warning("cannot save the index of %s: %s", self.path, error)
 
-    def _quarantine(self, key: str, reason: str) -> None:
+    def _quarantine(self, key: str, reason: str, level: int = logging.WARNING) -> None:
         self.counts["quarantined"] += 1
         if not self._folder_lock.is_held:
-            _log.warning("%s is corrupt: %s", key, reason)
+            _log.log(level, "%s is corrupt: %s", key, reason)
             return
-        _log.warning("%s is corrupt and put into quarantine: %s", key, reason)
+        _log.log(level, "%s is corrupt and put into quarantine: %s", key, reason)
         aside = self.path / QUARANTINE
         try:
             self.disk.make_folder(aside)
             self.disk.replace(self.path_of(key), aside / f"{key}{SUFFIX}")
         except OSError as error:
-            _log.warning("%s cannot be moved: %s", key, error)
+            _log.log(level, "%s cannot be moved: %s", key, error)
 
     def _now_ns(self) -> int:
         """A time that never goes back behind any use."""

@@ -92,7 +92,7 @@ def remove(folder: Path, beginning: str) -> int:
     store = Folder(folder, 1 << 62)
     try:
         if store.is_read_only:
-            raise CacheError(f"{folder} is in use by another process: stop it first")
+            raise CacheError(f"nothing can be removed from {folder}: {store.reason}")
         found = list(store.index) if not beginning else _named(store.index, beginning)
         for record in found:
             store.remove(record)
