@@ -75,8 +75,9 @@ class Disk:
         return filled
 
     def create(self, path: Path) -> FileIO:
-        """A new private file, to be written."""
-        flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC
+        """A new private file, to be written, instead of what is there, if anything is."""
+        self.remove(path)
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
         return FileIO(os.open(path, flags, FILE_MODE), "wb")
 
     def write(self, file: FileIO, data: memoryview) -> None:

@@ -131,7 +131,8 @@ class Folder:
         """Forget a file that could not be read, move it aside if it is corrupt; what to raise."""
         with self.lock:
             was_there = self.forget(record)
-            if isinstance(cause, CorruptFile):
+            # Without the lock: another process may have written it anew.
+            if isinstance(cause, CorruptFile) and self._folder_lock.is_held:
                 if was_there:
                     self._quarantine(record.key, str(cause))
                 return CorruptFile(f"{record.key}: {cause}")

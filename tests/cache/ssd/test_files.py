@@ -20,7 +20,7 @@ from mlx_swarm.broker.cache.ssd import header as headers_module
 from mlx_swarm.broker.cache.ssd.disk import Disk
 from mlx_swarm.broker.cache.ssd.files import read_header, verify_file
 from mlx_swarm.broker.cache.ssd.header import decode, encode
-from mlx_swarm.broker.cache.ssd.names import SUFFIX, VERSION, key_of
+from mlx_swarm.broker.cache.ssd.names import SUFFIX, UNFINISHED, VERSION, key_of
 from mlx_swarm.broker.errors import CorruptFile, ForeignFile
 from tests.cache.helpers import taken
 from tests.cache.ssd.folders import CAP, RAM, files, headers, quarantined, store_all
@@ -50,6 +50,20 @@ def test_files_and_folders_are_private(tmp_path: Path) -> None:
     folder = tmp_path / VERSION
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+
+
+def test_a_link_where_a_file_is_to_be_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    store_all(tmp_path, [range(40)])
+    (path,) = files(tmp_path)
+    path.unlink()
+    other = tmp_path / "other"
+    other.write_text("of somebody else")
+    for link in (path, path.with_name(path.name + UNFINISHED)):
+        link.symlink_to(other)
+    store_all(tmp_path, [range(40)])
+    assert other.read_text() == "of somebody else"
+    assert files(tmp_path) == [path]
+    assert not path.is_symlink()
 
 
 def test_a_header_survives_its_encoding(tmp_path: Path) -> None:

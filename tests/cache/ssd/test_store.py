@@ -230,6 +230,9 @@ class TestLock:
         with SsdStore(tmp_path, CAP), SsdStore(tmp_path, CAP) as second:
             path.write_bytes(path.read_bytes()[:-1] + b"?")
             assert taken(PromptCache(RAM, cold=second), [*range(30), 7]) == 0
+            # To a reader it is one that may have been written anew meanwhile.
+            counts = second.statistics()
+            assert (counts.quarantined, counts.unreadable, counts.files) == (0, 1, 0)
         assert path.exists()
 
     def test_a_reader_removes_nothing_whatever_its_cap_is(self, tmp_path: Path) -> None:
