@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from bench.runner import Ratio
 from bench.swarm_findings import (
     ARRIVAL_BAR,
     STOCK,
@@ -106,13 +107,12 @@ def _steps(found: Steps) -> Iterable[Cells]:
     for shared in found.prefixes:
         ours, plain, theirs = (found.figure(w, shared) for w in ("shared", "plain", "mlx-lm"))
         assert ours is not None
-        ratio = ratios[ours.contender]
         yield [
             f"{found.rows}",
             f"{shared:,}",
             f"{stock.median:.2f}",
             f"{ours.median:.2f}",
-            f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})",
+            _ratio(ratios[ours.contender]),
             f"{plain.median:.2f} ({plain.median / stock.median:.2f})" if plain else "",
             f"{theirs.median:.1f} ({theirs.median / ours.median:.1f} x ours)" if theirs else "",
         ]
@@ -155,12 +155,11 @@ def _load(found: Load) -> Iterable[Cells]:
 
 def _overhead(found: Overhead) -> Iterable[Cells]:
     broker, bare = found.comparison.figures
-    ratio = found.comparison.ratios[0]
     yield [
         f"{found.rows} x ({found.shared:,} + {found.own}), {found.generated} out",
         f"{broker.median:,.0f}",
         f"{bare.median:,.0f}",
-        f"{ratio.value:.3f} ({ratio.low:.3f} to {ratio.high:.3f})",
+        _ratio(found.comparison.ratios[0], 3),
     ]
 
 
@@ -188,9 +187,14 @@ def _sharing(found: Sharing) -> Iterable[Cells]:
         f"{found.span:,}",
         f"{shared.median:.2f}",
         f"{copied.median:.2f}",
-        f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})",
+        _ratio(ratio),
         {"better": "pays", "worse": "costs"}.get(ratio.verdict, "alike"),
     ]
+
+
+def _ratio(ratio: Ratio, places: int = 2) -> str:
+    low, value, high = (f"{at:.{places}f}" for at in (ratio.low, ratio.value, ratio.high))
+    return f"{value} ({low} to {high})"
 
 
 def _spread(spread: Spread, scale: float) -> str:

@@ -20,9 +20,10 @@ from .segments import Segment, Source, owned, select
 class Extent:
     """KV of tokens [start, stop), absolute positions, sealed: never written again.
 
-    `buffers[i]` is `[planes, heads, tokens, dim]` of `layout.groups[i]`, evaluated and exactly as
-    large as its shape says. `runs[i]` are the positions it holds: all of them, except that window
-    classes may hold fewer. It lives while ranges refer to it; with the last one its buffers go.
+    `buffers[i]` is `[planes, heads, tokens, dim]` of `layout.groups[i]`, exactly as large as its
+    shape says, and evaluated or under way. `runs[i]` are the positions it holds: all of them,
+    except that window classes may hold fewer. It lives while ranges refer to it; with the last one
+    its buffers go.
     """
 
     __slots__ = ("_live", "buffers", "layout", "runs", "start", "stop")
@@ -219,13 +220,14 @@ def pack(
     """Copy tokens into a new extent: `runs[i]` of `layout.groups[i]`, from `segments(leaf)` of
     every leaf.
 
-    One copy, straight into the packed buffers; they are evaluated when this returns.
+    One copy, straight into the packed buffers. It is under way when this returns, so that whoever
+    reads them in this thread waits for nothing; another thread gets them evaluated.
     """
     found = {leaf: segments(leaf) for group in layout.groups for leaf, _ in group.members}
     buffers = tuple(
         _pack_group(group, held, found) for group, held in zip(layout.groups, runs, strict=True)
     )
-    mx.eval(buffers)
+    mx.async_eval(buffers)
     return Extent(layout, start, stop, buffers, runs)
 
 

@@ -17,7 +17,7 @@ from .flushing import flush
 from .holdings import Holdings
 from .intake import CacheRow, Intake, Row, Stored, validated
 from .lease import Lender, PromptLease
-from .ledger import Ledger, format_bytes
+from .ledger import Ledger
 from .lookup import Lookup, put_points
 from .measure import measure
 from .node import Node
@@ -29,6 +29,7 @@ from .restores import Restoration, Restores
 from .room import Room
 from .space import Space, resident_bytes
 from .statistics import CacheStatistics, NamespaceStatistics
+from .steering import Steering
 from .tree import MonotoneClock, PrefixTree
 from .writes import ColdWrites
 
@@ -120,6 +121,9 @@ class PromptCache:
             else None
         )
         self._lookup = Lookup(self._spaces, forgotten, self._restores, max_bytes)
+        self._steering = Steering(
+            self._spaces, self._intake, self._lender, max_bytes // PINNED_SHARE
+        )
 
     # Looking up
 
@@ -309,19 +313,7 @@ class PromptCache:
         not positive.
         """
         self._settle()
-        wanted, space = as_tokens(tokens), self._peek(namespace)
-        match = space.match(wanted, len(wanted))
-        if not match.length:
-            return 0
-        node = self._intake.boundary(space, match.walk, match.length)
-        pinned = {*node.path()}.union(*(each.tree.pinned_nodes() for each in self._spaces.values()))
-        size, limit = resident_bytes(pinned), self.max_bytes // PINNED_SHARE
-        if size > limit:
-            raise CacheError(
-                f"{format_bytes(size)} would be pinned; the limit is {format_bytes(limit)}"
-            )
-        space.tree.pin(node, ttl)
-        return match.length
+        return self._steering.pin(self._peek(namespace), as_tokens(tokens), ttl)
 
     def prioritise(self, tokens: TokenSource, priority: int, namespace: str = "") -> int:
         """Keep what is stored of `tokens` until all of a lower priority (0 unless raised) has left.
@@ -329,12 +321,7 @@ class PromptCache:
         Returns how many tokens that is. A priority is only ever raised.
         """
         self._settle()
-        wanted, space = as_tokens(tokens), self._peek(namespace)
-        match = space.match(wanted, len(wanted))
-        if match.length:
-            node = self._intake.boundary(space, match.walk, match.length)
-            space.tree.prioritise(node, priority)
-        return match.length
+        return self._steering.prioritise(self._peek(namespace), as_tokens(tokens), priority)
 
     def next_use(self, target: TokenSource | PromptLease, eta: float, namespace: str = "") -> None:
         """Hint that a prompt, or the sequence of a lease, is needed again in `eta` seconds.
@@ -342,13 +329,7 @@ class PromptCache:
         `inf` stands for never.
         """
         self._guard.check()
-        if isinstance(target, PromptLease):
-            node = self._lender.node_of(target)
-        else:
-            path = self._peek(namespace).tree.walk(target).path
-            node = path[-1] if path else None
-        if node is not None:
-            node.tree.expect(node, eta)
+        self._steering.next_use(self._peek(namespace), target, eta)
 
     def give_way(self, nbytes: int) -> bool:
         """Evict until the ledger has `nbytes` for somebody else; whether it has."""

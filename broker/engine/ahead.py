@@ -6,6 +6,17 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+TILE_ALONE = 2048
+"""Prompt tokens of one call of the model for one row, which ends at a multiple of it: with CUDA,
+MLX prepares its attention for every length that it has not seen.
+"""
+
+TILE_TOGETHER = 4096
+"""The same for rows in the batch, over all of them."""
+
+AT_ONCE = 2e-4
+"""Seconds in which nothing was waited for."""
+
 
 class Ahead:
     """Keeps at most one piece of prefill under way on the device when `start` returns.
@@ -29,10 +40,12 @@ class Ahead:
         mx.async_eval(*results, mark)
         before, self._under_way = self._under_way, _Piece(mark, tokens, begun)
         if before is not None:
+            dispatched = time.perf_counter()
             mx.eval(before.mark)
             done = time.perf_counter()
             self._on_done(before.tokens, done - max(before.begun, self._free_at))
-            self._free_at = done
+            # Without a wait it was done before, and this piece may be under way since it was begun.
+            self._free_at = done if done - dispatched > AT_ONCE else begun
 
 
 class _Piece(NamedTuple):

@@ -8,6 +8,7 @@ the statistics say why.
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import mlx.core as mx
@@ -21,7 +22,7 @@ from ..cache.prompt_cache import PromptCache
 from ..cache.restores import Restoration
 from ..errors import SwarmError
 from ..models import LoadedModel
-from .ahead import Ahead
+from .ahead import TILE_ALONE, Ahead
 from .batch_test import batch_test
 from .decode_batch import DecodeStatistics
 from .replicated import ReplicatedDecoder
@@ -29,12 +30,6 @@ from .row import Row, RowToken
 from .self_test import self_test
 from .shared import SharedDecoder
 from .shared_attention import Implementation
-
-__all__ = ["BatchLane", "LaneStatistics", "RowToken"]
-
-
-TILE = 2048
-"""Prompt tokens of one call of the model: MLX prepares its attention anew for every length."""
 
 _log = logging.getLogger(__name__)
 
@@ -172,10 +167,10 @@ class BatchLane:
         the piece before is computed.
         """
         self._guard.check()
-        for start in range(row.position, stop, TILE):
-            tokens = row.prompt[start : min(start + TILE, stop)]
-            self._model.model(mx.array(tokens)[None], cache=row.caches)
-            self._ahead.start(_arrays(row.caches), len(tokens))
+        cuts = range((row.position // TILE_ALONE + 1) * TILE_ALONE, stop, TILE_ALONE)
+        for start, end in pairwise([row.position, *cuts, stop]):
+            self._model.model(mx.array(row.prompt[start:end])[None], cache=row.caches)
+            self._ahead.start(_arrays(row.caches), end - start)
         row.position = stop
 
     def store(self, row: Row, shared: int) -> bool:

@@ -20,7 +20,7 @@ from msgspec import Struct
 from ..cache import kinds
 from ..cache.layout import Layout, TokenLeaf
 from ..request import TokenLogprob
-from .ahead import Ahead
+from .ahead import TILE_TOGETHER, Ahead
 from .batch_caches import Asked, BatchCache, StepState
 from .kernels.launch import MAX_SPANS
 from .logprobs import StepLogprobs, step_logprobs
@@ -29,9 +29,6 @@ from .sampling import sample
 from .seat import Seat, SeatRow, States, zero_states
 from .sharing import Piece, Sharing
 from .slabs import SlabStatistics
-
-PREFILL_TILE = 4096
-"""Prompt tokens of one call of the model."""
 
 
 class DecodeStatistics(Struct, frozen=True, kw_only=True):
@@ -96,9 +93,9 @@ class DecodeBatch:
         If the model raises, what was not started has not changed, but that seats have tails.
         """
         while parts:
-            served = self._served(parts)
-            for tile in _tiles(served, PREFILL_TILE):
-                self._prefill(tile)
+            served, sharing = self._served(parts)
+            for tile in _tiles(served, TILE_TOGETHER):
+                self._prefill(tile, sharing if len(tile) == len(served) else None)
             parts = parts[len(served) :]
 
     def add(self, seat: Seat) -> None:
@@ -193,19 +190,25 @@ class DecodeBatch:
         logits, _ = self._forward(seats, state)
         return logits, asked
 
-    def _served(self, parts: Sequence[tuple[Seat, int]]) -> Sequence[tuple[Seat, int]]:
-        """The first of the parts, as many as the spans of one step can serve."""
+    def _served(
+        self, parts: Sequence[tuple[Seat, int]]
+    ) -> tuple[Sequence[tuple[Seat, int]], Sharing | None]:
+        """The first of the parts, as many as the spans of one step can serve; these spans, if they
+        had to be looked for.
+        """
         while len(parts) > 1:
             keys = sum(count * seat.reach for seat, count in parts)
-            if self._limits.take(0, keys) and self._placement.serves([seat for seat, _ in parts]):
-                break
+            if self._limits.take(0, keys):
+                sharing = self._placement.serving([seat for seat, _ in parts])
+                if sharing is not None:
+                    return parts, sharing
             parts = parts[: len(parts) // 2]
-        return parts
+        return parts, None
 
-    def _prefill(self, parts: Sequence[tuple[Seat, int]]) -> None:
+    def _prefill(self, parts: Sequence[tuple[Seat, int]], sharing: Sharing | None) -> None:
         seats, counts = [seat for seat, _ in parts], [count for _, count in parts]
         self._parked.update(dict.fromkeys(seats))
-        sharing, moved = self._placement.settle(seats)
+        sharing, moved = self._placement.settle(seats, sharing)
         if moved:
             self._state = None
         state = self._placement.step_of(seats, counts, sharing)

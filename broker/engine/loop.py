@@ -6,15 +6,16 @@ that fails ends the rows of that step; the loop goes on.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Concatenate, NamedTuple, ParamSpec
+from typing import NamedTuple
 
 from mlx_lm.models.cache import KVCache
 from msgspec import Struct
 
 from ..affinity import ThreadGuard
+from ..backend import describe
 from ..cache.cold import Flushed
 from ..cache.ledger import Ledger, LedgerStatistics, Purpose
 from ..cache.prefix_hash import Tokens
@@ -22,23 +23,21 @@ from ..cache.prompt_cache import PromptCache
 from ..cache.restores import Restoration
 from ..cache.ssd import SsdStore
 from ..cache.statistics import CacheStatistics
-from ..errors import BrokerClosed, EngineFailed, SwarmError
+from ..errors import BrokerClosed
 from ..models import LoadedModel
-from ..request import Completed, Delta, FinishReason, RequestId, Started, Usage
+from ..request import RequestId, Started, Usage
 from ..trace import events
 from ..trace.recorder import Recorder
 from .admission import Admission
-from .batch import BatchLane, LaneStatistics, RowToken
-from .memory import RowMemory, device_limit, weight_bytes
-from .pace import Pace
+from .batch import BatchLane, LaneStatistics
+from .endings import Endings, as_swarm_error
+from .memory import RowMemory, bounded_pool, device_limit, weight_bytes
+from .pace import LEAST, LEAST_CUDA, Pace
 from .restoring import Post, Restoring
 from .row import Row
-from .sampling import RowSampler
 from .scheduler import Scheduler, SchedulerStatistics
 from .submission import Submission
 from .work import Admit, Decode, Part, Prefill, Store, Wait
-
-P = ParamSpec("P")
 
 _log = logging.getLogger(__name__)
 
@@ -102,10 +101,14 @@ class EngineLoop:
             else None
         )
         self.cache = PromptCache(settings.ram, cold=self._cold, ledger=self.ledger, trace=recorder)
-        self._pace = Pace(PREFILL_CHUNK, settings.prefill_chunk)
+        least = LEAST_CUDA if describe().device == "cuda" else LEAST
+        self._pace = Pace(PREFILL_CHUNK, settings.prefill_chunk, least)
+        self._pool = ExitStack()
+        self._pool.enter_context(bounded_pool(self.ledger.limit))
         try:
             self.lane = BatchLane(model, self.cache, settings.max_rows, self._note_prefill)
         except BaseException:
+            self._pool.close()
             if self._cold is not None:
                 self._cold.close()
             raise
@@ -123,7 +126,7 @@ class EngineLoop:
         )
         self._memory = RowMemory(self.ledger, self.cache, self._kv_bytes)
         self._rows: dict[RequestId, Row] = {}
-        self._usage = Usage()
+        self._endings = Endings(self._rows, self.lane, self.scheduler, self._memory, recorder)
 
     def submit(self, submission: Submission) -> None:
         """Queue a request, or fail it before anything has changed."""
@@ -132,10 +135,10 @@ class EngineLoop:
             row = self._admission.row_for(submission)
             self._memory.require_possible(row)
         except Exception as error:
-            submission.mailbox.fail(_as_swarm_error(error, "could not be prepared", submission.id))
+            submission.mailbox.fail(as_swarm_error(error, "could not be prepared", submission.id))
             return
         self._rows[row.id] = row
-        self._emit(
+        self._recorder.note(
             events.Queued,
             submitted=row.submitted,
             request=row.id,
@@ -154,7 +157,7 @@ class EngineLoop:
         self._guard.check()
         row = self._rows.get(request)
         if row is not None:
-            self._guarded(row, self._end, "cancelled")
+            self._endings.guarded(row, self._endings.end, "cancelled")
 
     def flush(self, seconds: float) -> Flushed:
         """Write what only RAM has to the cold tier; what is left when the time is over."""
@@ -164,7 +167,7 @@ class EngineLoop:
         """What is going on, and what it has cost."""
         return EngineStatistics(
             requests=self.scheduler.statistics(),
-            usage=self._usage,
+            usage=self._endings.usage,
             lane=self.lane.statistics(),
             cache=self.cache.statistics(),
             memory=self.ledger.statistics(),
@@ -192,7 +195,7 @@ class EngineLoop:
         except Exception as error:  # nobody else would end these requests
             self.lane.reset()
             for row in list(self._rows.values()):
-                self._fail(row, error)
+                self._endings.fail(row, error)
             return True
 
     def close(self) -> None:
@@ -205,8 +208,11 @@ class EngineLoop:
         deadline = time.monotonic() + CLOSE_SECONDS
         for row in list(self._rows.values()):
             with suppress(Exception):  # the reader is told first of all
-                self._fail(row, BrokerClosed(f"the broker was closed while {row.id} was open"))
+                self._endings.fail(
+                    row, BrokerClosed(f"the broker was closed while {row.id} was open")
+                )
         with ExitStack() as last:
+            last.callback(self._pool.close)
             last.callback(self._recorder.close)
             if self._cold is not None:
                 cold = self._cold
@@ -228,14 +234,16 @@ class EngineLoop:
                 return self.cache.write_behind()
             case Admit(request, not_worth_waiting):
                 row = self._rows[request]
-                self._guarded(row, self._admit, not_worth_waiting)
+                self._endings.guarded(row, self._admit, not_worth_waiting)
             case Wait(request, leader, shared):
-                self._emit(events.Waiting, request=request, leader=leader, shared_tokens=shared)
+                self._recorder.note(
+                    events.Waiting, request=request, leader=leader, shared_tokens=shared
+                )
             case Prefill(parts):
                 self._prefill(parts)
             case Store(request, shared):
                 row = self._rows[request]
-                self._guarded(row, self._store, shared)
+                self._endings.guarded(row, self._store, shared)
             case Decode():
                 self._decode()
         return True
@@ -269,7 +277,7 @@ class EngineLoop:
             if self._rows.get(each.id) is each:
                 self.scheduler.restored(each.id)
         if self._rows.get(row.id) is row:
-            self._guarded(row, self._open, restoration=restoration)
+            self._endings.guarded(row, self._open, restoration=restoration)
         else:
             self._keep(restoration, row)
 
@@ -288,7 +296,7 @@ class EngineLoop:
     ) -> None:
         self.lane.open(row, restoration)
         plan = row.plan
-        self._emit(
+        self._recorder.note(
             events.Planned,
             request=row.id,
             prompt_tokens=len(row.prompt),
@@ -314,11 +322,11 @@ class EngineLoop:
         together: list[tuple[Row, int]] = []
         for request, _, stop in parts:
             row = self._rows[request]
-            self._guarded(row, self._seat_early)
+            self._endings.guarded(row, self._seat_early)
             if self.lane.holds(row):
                 together.append((row, stop))
             elif row.id in self._rows:
-                self._guarded(row, self._prefill_alone, stop)
+                self._endings.guarded(row, self._prefill_alone, stop)
         if together:
             self._prefill_together(together)
 
@@ -337,15 +345,17 @@ class EngineLoop:
             self.lane.prefill_together(parts)
         except Exception as error:
             for row, _ in parts:
-                self._fail(row, error)
+                self._endings.fail(row, error)
             return
         seconds = self._recorder.now() - began
         for (row, _), start in zip(parts, starts, strict=True):
-            self._guarded(row, self._prefilled, start, seconds)
+            self._endings.guarded(row, self._prefilled, start, seconds)
 
     def _prefilled(self, row: Row, start: int, seconds: float) -> None:
         stop = row.position
-        self._emit(events.PrefillChunk, request=row.id, start=start, stop=stop, seconds=seconds)
+        self._recorder.note(
+            events.PrefillChunk, request=row.id, start=start, stop=stop, seconds=seconds
+        )
         lasting = self.lane.donates and self.lane.holds(row)
         if self.scheduler.prefilled(row.id, stop, lasting=lasting):
             self._join(row)
@@ -388,113 +398,14 @@ class EngineLoop:
             lost = self.lane.rows
             self.lane.reset()
             for row in lost:
-                self._fail(row, error)
+                self._endings.fail(row, error)
             return
         now = self._recorder.now()
         if tokens:
             self._pace.note_step(now - began)
-            self._emit(events.DecodeStep, rows=len(tokens), seconds=now - began)
-        for received in tokens:
-            # Written out, as `_guarded` is: this happens for every token.
-            try:
-                self._receive(received, now)
-            except Exception as error:
-                if received.row.id in self._rows:
-                    self._fail(received.row, error)
-
-    def _receive(self, received: RowToken, now: float) -> None:
-        row, token, reason = received.row, received.token, received.finish_reason
-        sampler = row.sampler
-        if type(sampler) is RowSampler and sampler.error is not None:
-            raise sampler.error
-        if row.first_token is None:
-            row.first_token = now
-            self._emit(events.FirstToken, request=row.id)
-        row.output.append(token)
-        stream = row.text
-        text = "" if reason == "stop" else stream.add(token)
-        if (logprob := received.logprob) is None:
-            row.mailbox.put(Delta(row.id, text, (token,)))
-        else:
-            row.logprobs.append(logprob)
-            row.mailbox.put(Delta(row.id, text, (token,), (logprob,)))
-        if reason is not None or stream.stopped:
-            self._end(row, "stop" if stream.stopped or reason == "stop" else "length")
-
-    def _end(self, row: Row, reason: FinishReason) -> None:
-        """The one way out for a request that did not fail."""
-        rest = row.text.finish()
-        # The last characters can complete a stop string too.
-        reason = "stop" if row.text.stopped and reason == "length" else reason
-        if rest:
-            row.mailbox.put(Delta(row.id, rest, ()))
-        kept = self.lane.keep(row)
-        self._retire(row)
-        if reason == "cancelled":
-            self._emit(
-                events.Cancelled, request=row.id, output_tokens=len(row.output), kept_tokens=kept
-            )
-        else:
-            self._emit(
-                events.Finished,
-                request=row.id,
-                finish_reason=reason,
-                output_tokens=len(row.output),
-            )
-        row.mailbox.put(self._completed(row, reason))
-
-    def _fail(self, row: Row, error: Exception) -> None:
-        """The one way out for a request that failed."""
-        failure = _as_swarm_error(error, "failed", row.id)
-        self._emit(events.Failed, request=row.id, error=f"{type(failure).__name__}: {failure}")
-        row.mailbox.fail(failure)
-        self._retire(row)
-        self.lane.discard(row)
-
-    def _retire(self, row: Row) -> None:
-        del self._rows[row.id]
-        self._memory.release(row)
-        self.scheduler.ended(row.id)
-        self._usage += row.usage(self._recorder.now())
-
-    def _completed(self, row: Row, reason: FinishReason) -> Completed:
-        first = row.submitted if row.first_token is None else row.first_token
-        return Completed(
-            request=row.id,
-            text=row.text.text,
-            tokens=tuple(row.output),
-            finish_reason=reason,
-            usage=row.usage(self._recorder.now()),
-            ttft_seconds=first - row.submitted,
-            prompt=tuple(row.prompt.tolist()),
-            logprobs=tuple(row.logprobs),
-        )
-
-    def _guarded(
-        self,
-        row: Row,
-        action: Callable[Concatenate[Row, P], None],
-        *args: P.args,
-        **named: P.kwargs,
-    ) -> None:
-        """Do something for a row; what goes wrong ends that row alone."""
-        try:
-            action(row, *args, **named)
-        except Exception as error:
-            if row.id in self._rows:
-                self._fail(row, error)
-
-    def _emit(self, kind: type[events.Event], **fields: object) -> None:
-        self._recorder.emit(kind(time=self._recorder.now(), **fields))
+            self._recorder.note(events.DecodeStep, rows=len(tokens), seconds=now - began)
+        self._endings.receive(tokens, now)
 
 
 def _left(deadline: float) -> float:
     return max(0.0, deadline - time.monotonic())
-
-
-def _as_swarm_error(error: Exception, what: str, request: RequestId) -> SwarmError:
-    if isinstance(error, SwarmError):
-        return error
-    failure = EngineFailed(f"request {request} {what}: {type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure

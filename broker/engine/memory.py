@@ -1,6 +1,7 @@
 """Memory of the running rows: what the device has, and what each row may come to need of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +13,9 @@ from ..cache.prompt_cache import PromptCache
 from ..errors import OutOfMemory
 from ..models import LoadedModel
 from .row import Row
+
+POOL_SHARE = 16
+"""MLX's pool of freed memory may be one part in so many of all memory."""
 
 
 class RowMemory:
@@ -82,6 +86,22 @@ class RowMemory:
     def _promise(self, row: Row, need: int) -> None:
         row.memory = self._ledger.reserve(Purpose.TAILS, need)
         self._rows += 1
+
+
+@contextmanager
+def bounded_pool(limit: int) -> Iterator[None]:
+    """Let MLX keep no more than a part of `limit` bytes of freed memory for later.
+
+    What is too much it gives back piece by piece. Without a bound long prompts leave tens of GB in
+    sizes that nobody needs, and emptying the pool at once takes as long as ten decode steps.
+    """
+    before = mx.set_cache_limit(limit // POOL_SHARE)
+    if before < limit // POOL_SHARE:
+        mx.set_cache_limit(before)
+    try:
+        yield
+    finally:
+        mx.set_cache_limit(before)
 
 
 def weight_bytes(model: LoadedModel) -> int:

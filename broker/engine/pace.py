@@ -6,8 +6,16 @@ from collections import deque
 LONGEST = 8192
 """Tokens computed at once at most, whatever the speed."""
 
-GRAIN = 256
-"""Chunks are multiples of this, so that few lengths are seen."""
+LEAST = 32
+"""Tokens computed at once at least: fewer are not faster."""
+
+LEAST_CUDA = 512
+"""The same with CUDA, where MLX prepares its attention for every new length, for 50 ms: many small
+chunks take longer than their tokens."""
+
+SLACK = 4 / 3
+"""Chunks are powers of two, so that few lengths are seen; of the two nearest the larger one is
+chosen if it is not longer than affordable by more than this: it computes faster too."""
 
 FREE_SECONDS = 0.5
 """What prefill may take at once while nothing decodes: a cancellation waits for so long."""
@@ -18,13 +26,19 @@ GAP = 3.5
 REMEMBERED = 8
 """Pieces and steps that are looked back at."""
 
+RECENT = 3
+"""Pieces that tell how fast a prompt is computed at its present length."""
+
 
 class Pace:
-    """Sizes chunks by time, or always gives `fixed` tokens; `first` until something is known."""
+    """Sizes chunks by time, or always gives `fixed` tokens; `first` until something is known, and
+    never less than `least`.
+    """
 
-    def __init__(self, first: int, fixed: int | None = None) -> None:
+    def __init__(self, first: int, fixed: int | None = None, least: int = LEAST) -> None:
         self._first = first
         self._fixed = fixed
+        self._least = least
         self._rates: deque[float] = deque(maxlen=REMEMBERED)
         self._steps: deque[float] = deque(maxlen=REMEMBERED)
         self._stepped = False
@@ -48,14 +62,14 @@ class Pace:
             return self._fixed
         if not decoding:
             # The fastest of the last pieces: others may have had kernels to load first.
-            return self._rounded(max(self._rates, default=0.0) * FREE_SECONDS, self._first)
+            return self._sized(max(self._rates, default=0.0) * FREE_SECONDS, self._first)
         if not self._rates or not self._steps:
             return self._first
-        affordable = statistics.median(list(self._rates)[-3:]) * (GAP - 1) * self._step()
-        return self._rounded(affordable, GRAIN)
+        rate = statistics.median(list(self._rates)[-RECENT:])
+        return self._sized(rate * (GAP - 1) * self._step() * SLACK, self._least)
 
     def _step(self) -> float:
         return statistics.median(self._steps)
 
-    def _rounded(self, tokens: float, least: int) -> int:
-        return max(least, int(min(tokens, LONGEST)) // GRAIN * GRAIN)
+    def _sized(self, tokens: float, least: int) -> int:
+        return max(least, 1 << int(min(max(tokens, 1), LONGEST)).bit_length() - 1)

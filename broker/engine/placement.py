@@ -25,16 +25,17 @@ class Placement:
         self._max_spans = max_spans
         self._spans: dict[tuple[Extent, int, int, int], Span] = {}
 
-    def serves(self, seats: Sequence[Seat]) -> bool:
-        """Whether one step's spans reach over the paths of all of them."""
-        reach = share([seat.path for seat in seats], self._max_spans).reach
-        return all(seat.reach == reached for seat, reached in zip(seats, reach, strict=True))
+    def serving(self, seats: Sequence[Seat]) -> Sharing | None:
+        """The spans of a step of these seats, if they reach over the paths of all of them."""
+        sharing = self._share(seats)
+        return sharing if sharing.reach == [seat.reach for seat in seats] else None
 
-    def settle(self, seats: Sequence[Seat]) -> tuple[Sharing, bool]:
+    def settle(self, seats: Sequence[Seat], sharing: Sharing | None = None) -> tuple[Sharing, bool]:
         """Give new seats a tail, and tails what no span serves; the spans of a step of these seats,
-        and whether tails have moved.
+        which may be known, and whether tails have moved.
         """
-        sharing = share([seat.path for seat in seats], self._max_spans)
+        if sharing is None:
+            sharing = self._share(seats)
         added: list[tuple[Seat, int, Sequence[Sequence[Segment]]]] = []
         for seat, reach in zip(seats, sharing.reach, strict=True):
             is_new = not seat.tail.capacity
@@ -78,6 +79,9 @@ class Placement:
     def forget(self) -> None:
         """Nobody is left: keep no span."""
         self._spans = {}
+
+    def _share(self, seats: Sequence[Seat]) -> Sharing:
+        return share([seat.path for seat in seats], self._max_spans)
 
     def _groups(
         self,

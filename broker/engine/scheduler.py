@@ -275,8 +275,11 @@ class Scheduler:
         spent = self._since_decode if self._decoding else 0
         parts: list[Part] = []
         for entry in self._prefilling:
-            stop = min(entry.next_stop(self._reach), entry.position + chunk)
-            # A chunk is not cut for what is left over of another: odd lengths are dear on GPUs.
+            stop = entry.next_stop(self._reach)
+            if stop - entry.position > chunk:
+                # At multiples of the chunk, and not for what is left over of another: every length
+                # that was not seen before is dear on GPUs.
+                stop = (entry.position // chunk + 1) * chunk
             if spent and spent + stop - entry.position > chunk:
                 break
             parts.append(Part(entry.request, entry.position, stop))

@@ -1,6 +1,6 @@
 """Computing with shared prefixes: rows keep their lease, and only their tails are their own."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -16,10 +16,7 @@ from .batch_test import BatchVerdict
 from .decode_batch import DecodeBatch, DecodeStatistics
 from .row import Row, RowToken
 from .seat import Seat, SeatRow, path_segments, zero_states
-from .sharing import Piece
-
-PRIVATE_TOKENS = 512
-"""A last piece shorter than this that nobody else reads is copied into the row's tail."""
+from .sharing import Piece, is_worth_a_span
 
 
 class SharedDecoder:
@@ -97,20 +94,14 @@ class SharedDecoder:
         copy of it, unless that is short.
         """
         seat = self._seats[row]
-        lease = self._cache.renew(row.prompt[: length + 1], row.namespace)
-        if lease is None:
-            return
-        if lease.length - seat.reach < PRIVATE_TOKENS:
-            lease.release()
-            return
-        try:
+
+        def rebased(lease: PromptLease) -> bool:
+            if not is_worth_a_span(lease.length - seat.reach, alone=True):
+                return False
             self._batch.rebase(seat, _pieces(lease))
-        except BaseException:
-            lease.release()
-            raise
-        if row.lease is not None:
-            row.lease.release()
-        row.lease = lease
+            return True
+
+        self._exchange(row, length, rebased)
 
     def step(self) -> list[RowToken]:
         """One token for each row (none for rows that joined just now)."""
@@ -170,36 +161,42 @@ class SharedDecoder:
 
     def _renew(self, row: Row) -> None:
         """Lease what was stored of the row meanwhile, so that nothing of it needs a copy."""
-        if not row.reads_cache:
-            return
-        # No more than it has computed itself, whoever stored more of the same prompt.
-        lease = self._cache.renew(row.prompt[: row.position + 1], row.namespace)
-        if lease is None:
-            return
-        if row.lease is not None:
-            if lease.length <= row.lease.length:
-                lease.release()
-                return
-            row.lease.release()
-        row.lease = lease
+        if row.reads_cache:
+            leased = row.lease.length if row.lease is not None else 0
+            # No more than it has computed itself, whoever stored more of the same prompt.
+            self._exchange(row, row.position, lambda lease: lease.length > leased)
 
     def _shorten(self, row: Row, reach: int) -> None:
         """Pin no more than what the row reads where it lies, if that is a usable length."""
         assert row.lease is not None
-        shorter = self._cache.renew(row.prompt[: reach + 1], row.namespace) if reach else None
-        if reach and (shorter is None or shorter.length != reach):
-            if shorter is not None:
-                shorter.release()
+        if reach:
+            self._exchange(row, reach, lambda lease: lease.length == reach)
+        else:
+            row.lease.release()
+            row.lease = None
+
+    def _exchange(self, row: Row, length: int, accept: Callable[[PromptLease], bool]) -> None:
+        """Lease the first `length` tokens of a row's prompt, or what the cache has of them, in
+        place of what the row has leased, if `accept` says so. Whatever happens, the row has one
+        lease and the other is released.
+        """
+        lease = self._cache.renew(row.prompt[: length + 1], row.namespace)
+        if lease is None:
             return
-        row.lease.release()
-        row.lease = shorter
+        unused: PromptLease | None = lease
+        try:
+            if accept(lease):
+                unused, row.lease = row.lease, lease
+        finally:
+            if unused is not None:
+                unused.release()
 
     def _is_private(self, row: Row, seat: Seat) -> bool:
         """Whether the last piece that a row reads is better copied into its tail."""
         if row.lease is None or not seat.path:
             return False
         tokens = seat.path[-1].stop - seat.path[-1].start
-        if tokens >= PRIVATE_TOKENS or self._cache.readers(row.lease) > 1:
+        if self._cache.readers(row.lease) > 1 or is_worth_a_span(tokens, alone=True):
             return False
         # The row was promised memory for what it does not read in the cache, and no more.
         return tokens * self._layout.bytes_per_token <= self._cache.free_bytes

@@ -2,7 +2,8 @@
 
 Every row reads a path of pieces of extents, from position 0 on. Where paths share an extent they
 are cut so that each part has one set of rows. A step takes a bounded number of parts; what a row
-reads behind the first part that was left out belongs into its tail.
+reads behind the first part that was left out belongs into its tail. How many parts a step takes is
+the attention's to say (`kernels.launch.MAX_SPANS`); how long one has to be is said here.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,9 @@ from typing import Any, NamedTuple
 
 LEAST_SPAN = 16
 """A part shorter than this is read in the tails: prompts often begin alike by chance."""
+
+LEAST_OWN_SPAN = 512
+"""The same for a part that only one row reads, which a span saves nothing but the copy."""
 
 
 class Piece(NamedTuple):
@@ -38,9 +42,16 @@ class Sharing(NamedTuple):
 _Key = tuple[int, int, int]
 
 
-def share(paths: Sequence[Sequence[Piece]], limit: int, least: int = LEAST_SPAN) -> Sharing:
+def is_worth_a_span(tokens: int, *, alone: bool) -> bool:
+    """Whether a part is to be read where it lies rather than copied into the tail of each reader;
+    `alone` where there is one reader, and nobody else even leases it.
+    """
+    return tokens >= (LEAST_OWN_SPAN if alone else LEAST_SPAN)
+
+
+def share(paths: Sequence[Sequence[Piece]], limit: int) -> Sharing:
     """At most `limit` spans: those that save most copying, each with all that comes before it;
-    none that ends in a part of less than `least` tokens.
+    none for its own sake that is not worth a span.
     """
     extents = {id(piece.extent): piece.extent for path in paths for piece in path}
     walks = _cut(paths)
@@ -50,7 +61,7 @@ def share(paths: Sequence[Sequence[Piece]], limit: int, least: int = LEAST_SPAN)
         for parent, key in zip([None, *walk], walk, strict=False):
             members.setdefault(key, []).append(row)
             parents[key] = parent
-    chosen = _choose(members, parents, limit, least)
+    chosen = _choose(members, parents, limit)
     reach = [_reach(walk, chosen) for walk in walks]
     spans = []
     for extent, start, stop in chosen:
@@ -94,10 +105,11 @@ def _joined(walk: list[_Key], readers: dict[_Key, set[int]]) -> list[_Key]:
 
 
 def _choose(
-    members: dict[_Key, list[int]], parents: dict[_Key, _Key | None], limit: int, least: int
+    members: dict[_Key, list[int]], parents: dict[_Key, _Key | None], limit: int
 ) -> dict[_Key, None]:
     chosen: dict[_Key, None] = {}
-    worth = [key for key in members if key[2] - key[1] >= least]
+    # A row that is alone here reads what others lease, or what it has no memory to copy.
+    worth = [key for key in members if is_worth_a_span(key[2] - key[1], alone=False)]
     for key in sorted(worth, key=lambda key: (key[1] - key[2]) * len(members[key])):
         chain: list[_Key] = []
         above: _Key | None = key

@@ -20,17 +20,17 @@ from .partials import on_cpu
 LEAST_ROOM = 8
 """Tokens that a region can grow by at least, before everything has to move."""
 
-ROOM_SHARE = 8
+ROOM_SHARE = 5
 """Room to grow is one part in so many of the mean tail."""
 
-SIZE_STEPS = 16
-"""Sizes of slabs between two powers of two: few shapes, and at most 1/16 wasted."""
+SIZE_STEPS = 32
+"""Sizes of slabs between two powers of two: few shapes, and at most 1/32 wasted."""
 
 SPARE_SHARE = 2
 """Slabs become smaller when less than one part in so many of them is in regions."""
 
-POOL_SHARE = 2
-"""MLX's pool is emptied when it holds more than one part in so many of what is in use."""
+WIDE = mx.uint64
+"""The widest type that tokens can be moved in."""
 
 
 class SlabStatistics(Struct, frozen=True, kw_only=True):
@@ -262,9 +262,6 @@ class TailSlabs:
         self._tails = tails
         self._measure()
         self._moves += 1
-        # Every size of slab that was given up stays in MLX's pool; emptying it takes long.
-        if mx.get_cache_memory() > mx.get_active_memory() // POOL_SHARE:
-            mx.clear_cache()
 
     def _gather(self, source: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
         index = mx.array(source)
@@ -277,8 +274,16 @@ class TailSlabs:
                     for plane in description.planes
                 ]
             else:
-                planes[leaf] = [mx.take(plane, index, axis=2) for plane in old]
+                planes[leaf] = [_take(plane, index) for plane in old]
+        # Apart from the step that follows: a GPU replays a step whose graph it has seen before.
+        mx.async_eval(*planes.values())
         self._planes, self.tokens = planes, len(source)
+
+
+def _take(plane: mx.array, index: mx.array) -> mx.array:
+    """The tokens of `index`, in few pieces: a gather takes its time by the piece."""
+    wide = WIDE if plane.shape[3] * plane.itemsize % WIDE.size == 0 else plane.dtype
+    return mx.take(plane.view(wide), index, axis=2).view(plane.dtype)
 
 
 def _capacity(tail: Tail, used: int, room: int) -> int:

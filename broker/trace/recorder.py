@@ -80,6 +80,10 @@ class Recorder:
             self._waiting.append(event)
             self._changed.notify()
 
+    def note(self, kind: type[Event], **fields: object) -> None:
+        """Record an event of a kind that happens now, with these fields."""
+        self.emit(kind(time=self._clock(), **fields))
+
     def events(self) -> list[Event]:
         """`TraceStarted` and the events still in the ring, oldest first."""
         with self._changed:

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_swarm.broker import Request, Sampling
-from mlx_swarm.broker.engine import shared
+from mlx_swarm.broker.engine import sharing
 from mlx_swarm.broker.engine.decode_batch import PrefillLimits
 from mlx_swarm.broker.engine.memory import weight_bytes
 from mlx_swarm.broker.errors import OutOfMemory
@@ -62,7 +62,7 @@ class World:
 
     def narrow(self) -> None:
         """Limits that prompts as short as these reach."""
-        shared.PRIVATE_TOKENS = self.random.choice([8, 32, 512])
+        sharing.LEAST_OWN_SPAN = self.random.choice([8, 32, 512])
         decoder: Any = self.driver.engine.lane._shared
         if decoder is not None:
             rest, keys = self.random.choice([0, 20, 256]), self.random.choice([500, 1 << 30])

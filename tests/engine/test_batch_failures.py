@@ -7,7 +7,7 @@ import pytest
 
 from mlx_swarm.broker import Request
 from mlx_swarm.broker.cache import extents, kinds
-from mlx_swarm.broker.engine import seat, shared
+from mlx_swarm.broker.engine import seat, sharing
 from mlx_swarm.broker.engine.memory import weight_bytes
 from mlx_swarm.broker.engine.row import Row
 from mlx_swarm.broker.errors import EngineFailed
@@ -108,7 +108,7 @@ def test_a_rebase_that_fails_ends_the_row_and_leaves_no_lease(
 ) -> None:
     model = model_of("llama")
     driver = Driver(model)
-    monkeypatch.setattr(shared, "PRIVATE_TOKENS", 16)
+    monkeypatch.setattr(sharing, "LEAST_OWN_SPAN", 16)
     first = driver.submit(Request(tokens=SHARED, max_tokens=30))
     driver.decode_all([first], 3)
     decoder: Any = driver.engine.lane._shared

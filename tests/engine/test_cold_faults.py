@@ -14,7 +14,7 @@ from mlx_swarm.broker.cache.ssd.disk import Disk
 from mlx_swarm.broker.engine import loop
 from mlx_swarm.broker.errors import InvalidSetting, ModelUnreadable
 from mlx_swarm.broker.trace import events
-from tests.engine.test_restoring import files, held, is_restoring, until
+from tests.engine.test_restoring import files, is_restoring, until
 from tests.tiny_broker import check_idle, inside, request, tiny
 
 pytestmark = pytest.mark.anyio
@@ -94,11 +94,10 @@ async def test_an_engine_that_cannot_start_lets_the_folder_go(
 
 
 async def test_what_was_read_for_nobody_cannot_end_the_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hold: threading.Event
 ) -> None:
     async with tiny(cold=tmp_path) as broker:
         reply = await broker.complete(asked(0))
-    hold = held(monkeypatch)
     async with tiny(cold=tmp_path) as broker:
         cache: Any = await inside(broker, lambda engine: engine.cache)
         async with broker.stream(asked(0)) as stream:
@@ -199,12 +198,11 @@ async def test_closing_ends_while_the_disk_hangs_and_says_what_is_lost(
 
 
 async def test_closing_ends_while_a_reading_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hold: threading.Event
 ) -> None:
     async with tiny(cold=tmp_path) as broker:
         await broker.complete(asked(0))
         await broker.flush()
-    hold = held(monkeypatch)
     monkeypatch.setattr(loop, "CLOSE_SECONDS", 0.1)
     monkeypatch.setattr(store, "LAST_SECONDS", 0.1)
     async with tiny(cold=tmp_path) as broker:

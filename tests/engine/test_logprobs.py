@@ -19,6 +19,7 @@ from mlx_swarm.broker.engine.logprobs import StepLogprobs, step_logprobs
 from mlx_swarm.broker.models import LoadedModel, load
 from mlx_swarm.broker.request import TokenLogprob
 from tests.engine.driver import Box, Driver
+from tests.engine.random_life import live
 from tests.tiny_broker import SHARED, prompt
 
 SIZES = "hidden=64&heads=4&kv_heads=2&intermediate=64&context=512&seed=3&dtype=float32"
@@ -174,28 +175,20 @@ def test_there_is_an_item_for_each_token_whoever_is_cancelled_or_stopped(
 ) -> None:
     model = model_of(kind)
     driver = Driver(model, max_rows=data.draw(st.integers(1, 4)))
-    asked: list[Request] = []
-    for _ in range(data.draw(st.integers(1, 12))):
-        action = data.draw(st.sampled_from(["submit", "submit", "run", "cancel"]))
-        if action == "submit":
-            asked.append(
-                asking(
-                    data.draw(counts),
-                    tokens=prompt(len(asked), own=data.draw(st.integers(1, 5))),
-                    max_tokens=data.draw(st.integers(1, 12)),
-                    stop=data.draw(st.sampled_from([(), ("e",), ("a", "\ufffd"), (" ",)])),
-                )
-            )
-            driver.submit(asked[-1])
-        elif action == "run":
-            driver.run(data.draw(st.integers(1, 12)))
-        elif asked:
-            driver.cancel(data.draw(st.integers(0, len(asked) - 1)))
+
+    def make(number: int) -> Request:
+        return asking(
+            data.draw(counts),
+            tokens=prompt(number, own=data.draw(st.integers(1, 5))),
+            max_tokens=data.draw(st.integers(1, 12)),
+            stop=data.draw(st.sampled_from([(), ("e",), ("a", "\ufffd"), (" ",)])),
+        )
+
+    def check(asked: list[Request]) -> None:
         for request, box in zip(asked, driver.boxes, strict=True):
             check_counts(box, request)
-    driver.run()
-    driver.check_idle()
-    for request, box in zip(asked, driver.boxes, strict=True):
+
+    for request, box in zip(live(data, driver, make, check), driver.boxes, strict=True):
         assert box.end is not None
         check_oracle(model, request, box)
     driver.engine.close()

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from mlx_swarm.broker import Request
-from mlx_swarm.broker.engine.memory import device_limit, weight_bytes
+from mlx_swarm.broker.engine.memory import bounded_pool, device_limit, weight_bytes
 from mlx_swarm.broker.errors import OutOfMemory
 from tests.engine.driver import Driver, assert_greedy
 from tests.engine.test_shared import model_of
@@ -20,6 +20,22 @@ def test_on_a_cpu_it_is_what_the_system_can_hand_out(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
     limit = device_limit()
     assert 0 < limit < psutil.virtual_memory().total + mx.get_active_memory() + GIB
+
+
+@pytest.mark.parametrize(("before", "within"), [(64 * GIB, 3 * GIB), (GIB, GIB)])
+def test_the_pool_is_bounded_while_a_broker_lives_and_never_widened(
+    monkeypatch: pytest.MonkeyPatch, before: int, within: int
+) -> None:
+    limits = [before]
+
+    def set_cache_limit(limit: int) -> int:
+        limits.append(limit)
+        return limits[-2]
+
+    monkeypatch.setattr(mx, "set_cache_limit", set_cache_limit)
+    with bounded_pool(48 * GIB):
+        assert limits[-1] == within
+    assert limits[-1] == before
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import anyio
 import pytest
 
 from mlx_swarm.broker import Broker, BrokerClosed, Completed, Started
-from mlx_swarm.broker.cache.restores import Restoration
 from mlx_swarm.broker.errors import InvalidSetting
 from mlx_swarm.broker.trace import events
 from tests.tiny_broker import SHARED, check_idle, inside, prompt, request, tiny
@@ -70,10 +69,9 @@ async def test_many_who_want_the_same_read_it_once(tmp_path: Path) -> None:
 
 
 async def test_running_rows_go_on_while_others_wait_for_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, hold: threading.Event
 ) -> None:
     await fill(tmp_path)
-    hold = held(monkeypatch)
     async with tiny(cold=tmp_path) as broker:
         slow = broker.stream(asked(0))
         quick = await broker.complete(request(tokens=[*range(200, 230)], max_tokens=12))
@@ -89,10 +87,9 @@ async def test_running_rows_go_on_while_others_wait_for_the_disk(
 
 
 async def test_who_is_cancelled_while_the_disk_is_read_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, hold: threading.Event
 ) -> None:
     replies = await fill(tmp_path)
-    hold = held(monkeypatch)
     async with tiny(cold=tmp_path) as broker:
         async with broker.stream(asked(0)) as stream:
             await is_restoring(broker)
@@ -107,10 +104,9 @@ async def test_who_is_cancelled_while_the_disk_is_read_leaves_nothing(
 
 
 async def test_closing_while_the_disk_is_read_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, hold: threading.Event
 ) -> None:
     await fill(tmp_path)
-    hold = held(monkeypatch)
     async with tiny(cold=tmp_path) as broker:
         stream = broker.stream(asked(0))
         await is_restoring(broker)
@@ -175,15 +171,3 @@ async def is_restoring(broker: Broker) -> None:
     """Wait until a request waits for the disk."""
     while not (await broker.statistics()).engine.requests.restoring:
         await anyio.lowlevel.checkpoint()
-
-
-def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Readings wait until the event is set."""
-    hold, run = threading.Event(), Restoration.run
-
-    def wait(self: Restoration, run: Callable[[Restoration], None] = run) -> None:
-        hold.wait(20)
-        run(self)
-
-    monkeypatch.setattr(Restoration, "run", wait)
-    return hold

@@ -154,6 +154,20 @@ def test_a_long_prefill_lets_running_rows_go_on_after_every_chunk() -> None:
                 since_decode = 0
 
 
+def test_long_prompts_are_cut_at_multiples_of_the_chunk_wherever_they_begin() -> None:
+    engine = FakeEngine(prefill_chunk=16, output=2)
+    engine.submit("first", [*SHARED, *range(900, 910)])
+    engine.drain()
+    engine.submit("second", [*SHARED, *range(100)])
+    engine.drain()
+    parts = [part for work in engine.works(Prefill) for part in work.parts]
+    of_second = [part for part in parts if part.request == "second"]
+    assert of_second[0].start == len(SHARED)
+    assert len(SHARED) % 16
+    assert all(part.stop % 16 == 0 for part in of_second[:-1])
+    assert all(0 < part.stop - part.start <= 16 for part in of_second)
+
+
 def test_short_suffixes_are_prefilled_together_before_the_next_step() -> None:
     engine = FakeEngine(prefill_chunk=64, output=9)
     for agent in range(6):

@@ -16,6 +16,7 @@ from mlx_swarm.broker import Request, Sampling
 from mlx_swarm.broker.engine.decode_batch import PrefillLimits
 from mlx_swarm.broker.models import LoadedModel, load
 from tests.engine.driver import Driver, assert_greedy
+from tests.engine.random_life import live
 from tests.tiny_broker import SHARED, prompt, reference
 
 SIZES = "hidden=64&heads=4&kv_heads=2&intermediate=64&context=512&seed=3"
@@ -66,19 +67,9 @@ def test_any_mix_of_joins_leaves_cancels_and_hits_gives_mlx_lm_s_tokens(
 ) -> None:
     model = model_of(kind)
     driver = Driver(model, max_rows=data.draw(st.integers(1, 8)))
-    asked: list[Request] = []
-    for _ in range(data.draw(st.integers(1, 12))):
-        action = data.draw(st.sampled_from(["submit", "submit", "run", "cancel"]))
-        if action == "submit":
-            asked.append(data.draw(requests()))
-            driver.submit(asked[-1])
-        elif action == "run":
-            driver.run(data.draw(st.integers(1, 12)))
-        elif asked:
-            driver.cancel(data.draw(st.integers(0, len(asked) - 1)))
-        driver.engine.check_integrity()
-    driver.run()
-    driver.check_idle()
+    asked = live(
+        data, driver, lambda _: data.draw(requests()), lambda _: driver.engine.check_integrity()
+    )
     for request, box in zip(asked, driver.boxes, strict=True):
         assert box.error is None
         assert box.end is not None

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_swarm.broker.engine.sharing import Piece, share
+from mlx_swarm.broker.engine.sharing import LEAST_SPAN, Piece, share
 
 
 class Block(NamedTuple):
@@ -15,10 +15,16 @@ class Block(NamedTuple):
 
 
 def paths_of(prompts: list[str], blocks: dict[str, Block]) -> list[list[Piece]]:
-    """Every prompt's path in a tree whose nodes are single letters, one extent for each node."""
+    """Every prompt's path in a tree whose nodes are letters, one extent for each node, of just as
+    many tokens as a span has to have.
+    """
     return [
         [
-            Piece(blocks.setdefault(prompt[: at + 1], Block([prompt[: at + 1]])), at, at + 1)
+            Piece(
+                blocks.setdefault(prompt[: at + 1], Block([prompt[: at + 1]])),
+                at * LEAST_SPAN,
+                (at + 1) * LEAST_SPAN,
+            )
             for at in range(len(prompt))
         ]
         for prompt in prompts
@@ -29,14 +35,15 @@ def paths_of(prompts: list[str], blocks: dict[str, Block]) -> list[list[Piece]]:
 def test_each_row_is_served_up_to_its_reach_by_spans_without_a_gap(
     prompts: list[str], limit: int
 ) -> None:
-    sharing = share(paths_of(prompts, {}), limit, least=1)
+    sharing = share(paths_of(prompts, {}), limit)
     assert len(sharing.spans) <= limit
     for row, prompt in enumerate(prompts):
         served = sorted(
             (span.piece.start, span.piece.stop) for span in sharing.spans if row in span.rows
         )
         assert [start for start, _ in served] == [0, *(stop for _, stop in served)][: len(served)]
-        assert sharing.reach[row] == (served[-1][1] if served else 0) <= len(prompt)
+        assert sharing.reach[row] == (served[-1][1] if served else 0)
+        assert sharing.reach[row] <= LEAST_SPAN * len(prompt)
     for span in sharing.spans:
         beginning = span.piece.extent.name[0]
         assert list(span.rows) == [
@@ -46,21 +53,19 @@ def test_each_row_is_served_up_to_its_reach_by_spans_without_a_gap(
 
 @given(st.lists(st.text("ab", max_size=6), min_size=1, max_size=8))
 def test_with_room_for_all_every_row_is_served_to_its_end(prompts: list[str]) -> None:
-    assert share(paths_of(prompts, {}), 1 << 20, least=1).reach == [
-        len(prompt) for prompt in prompts
+    assert share(paths_of(prompts, {}), 1 << 20).reach == [
+        LEAST_SPAN * len(prompt) for prompt in prompts
     ]
 
 
 def test_an_extent_is_cut_where_rows_part_and_joined_where_they_do_not() -> None:
     extent, other = Block(["whole"]), Block(["other"])
     split = [Piece(extent, 0, 40), Piece(extent, 40, 60)]
-    sharing = share(
-        [[Piece(extent, 0, 60)], [*split, Piece(other, 60, 70)], [split[0]]], 8, least=1
-    )
+    sharing = share([[Piece(extent, 0, 60)], [*split, Piece(other, 60, 80)], [split[0]]], 8)
     assert {(span.piece.start, span.piece.stop, span.rows) for span in sharing.spans} == {
         (0, 40, (0, 1, 2)),
         (40, 60, (0, 1)),
-        (60, 70, (1,)),
+        (60, 80, (1,)),
     }
     assert len(share([split, split], 8).spans) == 1
 

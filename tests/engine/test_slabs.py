@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_swarm.broker.cache.layout import Layout, Plane, TokenLeaf
-from mlx_swarm.broker.engine.slabs import Tail, TailSlabs, rounded
+from mlx_swarm.broker.engine.slabs import ROOM_SHARE, SIZE_STEPS, Tail, TailSlabs, rounded
 
 HEADS, DIM = 2, 4
 LAYOUT = Layout((TokenLeaf("KVCache", (Plane("float32", HEADS, DIM),) * 2),) * 2)
@@ -160,8 +160,8 @@ def test_a_join_that_fits_moves_nobody() -> None:
 
 def test_sizes_come_in_few_steps() -> None:
     sizes = {rounded(tokens) for tokens in range(1, 1 << 16)}
-    assert len(sizes) <= 16 * 14
-    assert all(n <= rounded(n) <= max(16, n + n // 8) for n in range(1, 1 << 16))
+    assert len(sizes) <= SIZE_STEPS * 14
+    assert all(n <= rounded(n) <= max(SIZE_STEPS, n + n // 16) for n in range(1, 1 << 16))
 
 
 def test_every_tail_stays_in_view_when_one_begins_later_than_before() -> None:
@@ -195,4 +195,21 @@ def test_slabs_become_smaller_once_most_rows_have_left() -> None:
         world.leave(tail)
     world.step()
     world.check()
-    assert world.slabs.tokens <= rounded(101 + 100 // 8)
+    assert world.slabs.tokens <= rounded(101 + 100 // ROOM_SHARE)
+
+
+def test_tokens_of_any_size_are_moved_whole() -> None:
+    for dtype, dim in (("bfloat16", 3), ("float16", 4), ("float32", 1), ("bfloat16", 64)):
+        layout = Layout((TokenLeaf("KVCache", (Plane(dtype, HEADS, dim),) * 2),))
+        slabs, tail = TailSlabs(layout), Tail(100)
+        slabs.make_room([(tail, 5)])
+        keys, values = (
+            mx.random.normal((1, HEADS, 5, dim)).astype(getattr(mx, dtype)) for _ in "kv"
+        )
+        slabs.fill(tail, 0, 0, (keys, values))
+        moves = slabs.statistics().moves
+        slabs.make_room([(Tail(100), 40)])
+        assert slabs.statistics().moves == moves + 1
+        held = slabs.segment(0, tail, 0).planes
+        for plane, before in zip(held, (keys, values), strict=True):
+            assert mx.array_equal(plane, before)

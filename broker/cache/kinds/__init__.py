@@ -1,8 +1,8 @@
 """Every mlx-lm cache class that the prompt cache can cut, join and clone, one codec each.
 
 The functions here take the list of cache objects that a model uses, stock ones or clones, for one
-row. Positions are absolute. Nothing changes what it is given; everything is evaluated when it
-returns. What cannot be taken raises `CacheError`, a class that no codec knows
+row. Positions are absolute. Nothing changes what it is given; copies are evaluated, or under way,
+when it returns. What cannot be taken raises `CacheError`, a class that no codec knows
 `UnsupportedCacheKind`.
 """
 

@@ -1,0 +1,141 @@
+"""How requests end, each in one of two ways: with a result, or with an error."""
+
+from collections.abc import Callable, Sequence
+from typing import Concatenate, ParamSpec
+
+from ..errors import EngineFailed, SwarmError
+from ..request import Completed, Delta, FinishReason, RequestId, Usage
+from ..trace import events
+from ..trace.recorder import Recorder
+from .batch import BatchLane
+from .memory import RowMemory
+from .row import Row, RowToken
+from .sampling import RowSampler
+from .scheduler import Scheduler
+
+P = ParamSpec("P")
+
+
+class Endings:
+    """Hands tokens to the readers of open rows, and ends rows: all forget them, readers hear of it.
+
+    `rows` are the open ones; those that ended leave it. `usage` is what these cost together.
+    """
+
+    def __init__(
+        self,
+        rows: dict[RequestId, Row],
+        lane: BatchLane,
+        scheduler: Scheduler,
+        memory: RowMemory,
+        recorder: Recorder,
+    ) -> None:
+        self.usage = Usage()
+        self._rows = rows
+        self._lane = lane
+        self._scheduler = scheduler
+        self._memory = memory
+        self._recorder = recorder
+
+    def receive(self, tokens: Sequence[RowToken], now: float) -> None:
+        """Hand on the tokens of a step, and end the rows that got their last one."""
+        for received in tokens:
+            # Written out, as `guarded` is: this happens for every token.
+            try:
+                self._receive(received, now)
+            except Exception as error:
+                if received.row.id in self._rows:
+                    self.fail(received.row, error)
+
+    def guarded(
+        self,
+        row: Row,
+        action: Callable[Concatenate[Row, P], None],
+        *args: P.args,
+        **named: P.kwargs,
+    ) -> None:
+        """Do something for a row; what goes wrong ends that row alone."""
+        try:
+            action(row, *args, **named)
+        except Exception as error:
+            if row.id in self._rows:
+                self.fail(row, error)
+
+    def end(self, row: Row, reason: FinishReason) -> None:
+        """The one way out for a request that did not fail."""
+        rest = row.text.finish()
+        # The last characters can complete a stop string too.
+        reason = "stop" if row.text.stopped and reason == "length" else reason
+        if rest:
+            row.mailbox.put(Delta(row.id, rest, ()))
+        kept = self._lane.keep(row)
+        self._retire(row)
+        if reason == "cancelled":
+            self._recorder.note(
+                events.Cancelled, request=row.id, output_tokens=len(row.output), kept_tokens=kept
+            )
+        else:
+            self._recorder.note(
+                events.Finished,
+                request=row.id,
+                finish_reason=reason,
+                output_tokens=len(row.output),
+            )
+        row.mailbox.put(self._completed(row, reason))
+
+    def fail(self, row: Row, error: Exception) -> None:
+        """The one way out for a request that failed."""
+        failure = as_swarm_error(error, "failed", row.id)
+        self._recorder.note(
+            events.Failed, request=row.id, error=f"{type(failure).__name__}: {failure}"
+        )
+        row.mailbox.fail(failure)
+        self._retire(row)
+        self._lane.discard(row)
+
+    def _receive(self, received: RowToken, now: float) -> None:
+        row, token, reason = received.row, received.token, received.finish_reason
+        sampler = row.sampler
+        if type(sampler) is RowSampler and sampler.error is not None:
+            raise sampler.error
+        if row.first_token is None:
+            row.first_token = now
+            self._recorder.note(events.FirstToken, request=row.id)
+        row.output.append(token)
+        stream = row.text
+        text = "" if reason == "stop" else stream.add(token)
+        if (logprob := received.logprob) is None:
+            row.mailbox.put(Delta(row.id, text, (token,)))
+        else:
+            row.logprobs.append(logprob)
+            row.mailbox.put(Delta(row.id, text, (token,), (logprob,)))
+        if reason is not None or stream.stopped:
+            self.end(row, "stop" if stream.stopped or reason == "stop" else "length")
+
+    def _retire(self, row: Row) -> None:
+        del self._rows[row.id]
+        self._memory.release(row)
+        self._scheduler.ended(row.id)
+        self.usage += row.usage(self._recorder.now())
+
+    def _completed(self, row: Row, reason: FinishReason) -> Completed:
+        first = row.submitted if row.first_token is None else row.first_token
+        return Completed(
+            request=row.id,
+            text=row.text.text,
+            tokens=tuple(row.output),
+            finish_reason=reason,
+            usage=row.usage(self._recorder.now()),
+            ttft_seconds=first - row.submitted,
+            prompt=tuple(row.prompt.tolist()),
+            logprobs=tuple(row.logprobs),
+        )
+
+
+def as_swarm_error(error: Exception, what: str, request: RequestId) -> SwarmError:
+    """What a reader is told: the error itself if it is one of ours, else `EngineFailed`."""
+    if isinstance(error, SwarmError):
+        return error
+    failure = EngineFailed(f"request {request} {what}: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
