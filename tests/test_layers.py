@@ -17,6 +17,7 @@ LAYERS = (
         "broker.errors",
         "broker.affinity",
         "broker.interrupts",
+        "broker.threads",
         "broker.backend",
         "broker.checks",
         "broker.request",

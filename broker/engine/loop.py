@@ -5,6 +5,7 @@ that fails ends the rows of that step; the loop goes on.
 """
 
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -207,9 +208,11 @@ class EngineLoop:
     def close(self) -> None:
         """Fail what is open as closed, release every lease, end the lane, the tiers and the trace.
 
-        Writes to the cold tier get some seconds to end.
+        Writes to the cold tier get `CLOSE_SECONDS` to end; a disk that hangs keeps nobody longer
+        than that and the store's last seconds.
         """
         self._guard.check()
+        deadline = time.monotonic() + CLOSE_SECONDS
         for row in list(self._rows.values()):
             with suppress(Exception):  # the reader is told first of all
                 self._endings.fail(
@@ -219,12 +222,18 @@ class EngineLoop:
             last.callback(self._pool.close)
             last.callback(self._recorder.close)
             if self._cold is not None:
-                last.callback(self._cold.close)
+                cold = self._cold
+                last.callback(lambda: cold.close(_left(deadline)))
             last.callback(self.cache.clear)
-            last.callback(self._restoring.close)
+            last.callback(lambda: self._restoring.close(_left(deadline)))
             if self._cold is not None:
-                last.callback(self.cache.flush, CLOSE_SECONDS)
+                last.callback(lambda: self._flush_last(_left(deadline)))
             last.callback(self.lane.close)
+
+    def _flush_last(self, seconds: float) -> None:
+        left = self.cache.flush(seconds)
+        if left.writes:
+            _log.warning("closed before %d sequences (%d bytes) were on disk", *left)
 
     def _turn(self) -> bool:
         match self.scheduler.next():
@@ -403,3 +412,7 @@ class EngineLoop:
             self._pace.note_step(now - began)
             self._recorder.note(events.DecodeStep, rows=len(tokens), seconds=now - began)
         self._endings.receive(tokens, now)
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from mlx_swarm.broker import Broker, Completed, InvalidRequest
+from mlx_swarm.broker import Broker, BrokerClosed, Completed, InvalidRequest
 from mlx_swarm.broker.cache.ledger import Purpose
+from mlx_swarm.broker.cache.ssd import store
 from mlx_swarm.broker.cache.ssd.disk import Disk
 from mlx_swarm.broker.engine import loop
 from mlx_swarm.broker.errors import InvalidSetting, ModelUnreadable
@@ -26,6 +27,12 @@ def asked(agent: int, tokens: int = 100, **fields: Any) -> Any:
     """A prompt that shares nothing with those of other agents."""
     own = [(agent * 37 + 5 * at) % 240 + 10 for at in range(tokens)]
     return request(agent, tokens=own, **fields)
+
+
+def own_threads() -> list[str]:
+    """The threads of brokers."""
+    names = (thread.name for thread in threading.enumerate())
+    return [name for name in names if name.startswith("mlx-swarm")]
 
 
 async def check_nothing_left(broker: Broker) -> None:
@@ -167,3 +174,42 @@ async def test_a_flush_takes_a_number_of_seconds(tmp_path: Path, seconds: Any) -
     async with tiny(cold=tmp_path) as broker:
         with pytest.raises(InvalidRequest, match="seconds is "):
             await broker.flush(seconds)
+
+
+async def test_closing_ends_while_the_disk_hangs_and_says_what_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hold, create = threading.Event(), Disk.create
+
+    def wait(self: Disk, path: Path) -> Any:
+        hold.wait(100)
+        return create(self, path)
+
+    monkeypatch.setattr(Disk, "create", wait)
+    monkeypatch.setattr(loop, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(store, "LAST_SECONDS", 0.1)
+    async with tiny(cold=tmp_path) as broker:
+        await broker.complete(asked(0))
+    assert not hold.is_set()
+    assert "sequences" in caplog.text
+    assert "writes" in caplog.text
+    hold.set()
+    await until(lambda: not own_threads())
+
+
+async def test_closing_ends_while_a_reading_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hold: threading.Event
+) -> None:
+    async with tiny(cold=tmp_path) as broker:
+        await broker.complete(asked(0))
+        await broker.flush()
+    monkeypatch.setattr(loop, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(store, "LAST_SECONDS", 0.1)
+    async with tiny(cold=tmp_path) as broker:
+        stream = broker.stream(asked(0))
+        await is_restoring(broker)
+    with pytest.raises(BrokerClosed):
+        await anext(stream)
+    assert not hold.is_set()
+    hold.set()
+    await until(lambda: not own_threads())
