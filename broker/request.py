@@ -11,6 +11,7 @@ from msgspec import Struct, field
 
 from .checks import check_kind, check_range, check_sized, check_text, check_whole
 from .errors import InvalidRequest
+from .sampling import Sampling as Sampling
 
 RequestId = NewType("RequestId", str)
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -26,29 +27,6 @@ class Message(Struct, frozen=True):
 
     role: Role
     content: str
-
-
-class Sampling(Struct, frozen=True, kw_only=True):
-    """How the next token is chosen. Temperature 0 is greedy; the other fields then have no effect.
-
-    `seed` fixes the whole sequence whatever else runs beside it; without one, each request draws
-    its own.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-
-    def validate(self) -> None:
-        """Raise `InvalidRequest` for a value of a wrong kind or outside its range, NaN included."""
-        check_range("temperature", self.temperature, 0.0, 100.0)
-        check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        check_range("min_p", self.min_p, 0.0, 1.0)
-        check_whole("top_k", self.top_k, 0, "0 (off) or more")
-        if self.seed is not None:
-            check_kind("seed", self.seed, int, "a whole number")
 
 
 class Request(Struct, frozen=True, kw_only=True):
@@ -81,6 +59,7 @@ class Request(Struct, frozen=True, kw_only=True):
         """Raise `InvalidRequest` for anything that can be seen to be wrong without a model."""
         self._check_prompt()
         check_whole("max_tokens", self.max_tokens, 1, "at least 1")
+        self._check_sampling()
         self._check_stops()
         self._check_logprobs()
         check_sized("boundaries", self.boundaries)
@@ -90,8 +69,6 @@ class Request(Struct, frozen=True, kw_only=True):
         check_kind("agent", self.agent, str, "text")
         check_kind("swarm", self.swarm, str, "text")
         check_kind("cache", self.cache, bool, "True or False")
-        check_kind("sampling", self.sampling, Sampling, "a Sampling")
-        self.sampling.validate()
 
     def _check_prompt(self) -> None:
         forms = ("messages", "text", "tokens")
@@ -103,6 +80,15 @@ class Request(Struct, frozen=True, kw_only=True):
             raise InvalidRequest(f"give one of messages, text or tokens; got {found}")
         check_messages(self.messages)
         check_text("text", self.text or "")
+
+    def _check_sampling(self) -> None:
+        check_kind("sampling", self.sampling, Sampling, "a Sampling")
+        self.sampling.validate()
+        if self.sampling.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {self.sampling.min_tokens}; max_tokens is {self.max_tokens}, which "
+                "is less"
+            )
 
     def _check_stops(self) -> None:
         if isinstance(self.stop, str):

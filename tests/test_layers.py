@@ -19,6 +19,7 @@ LAYERS = (
         "broker.interrupts",
         "broker.backend",
         "broker.checks",
+        "broker.sampling",
         "broker.request",
     ),
     ("broker.trace",),
@@ -35,6 +36,7 @@ FRONTS = ("broker", "agents", "")
 
 WITHOUT_MLX = (
     "broker/request.py",
+    "broker/sampling.py",
     "broker/checks.py",
     "broker/errors.py",
     "broker/affinity.py",

@@ -16,6 +16,7 @@ from ..request import TokenLogprob
 from .decode_batch import DecodeStatistics
 from .logprobs import StepLogprobs, step_logprobs
 from .row import Row, RowToken
+from .sampling import RowSampler
 
 
 class ReplicatedDecoder:
@@ -48,13 +49,16 @@ class ReplicatedDecoder:
             name = type(unbatchable).__name__
             raise EngineFailed(f"{name} cannot be batched with history; no other lane exists yet")
         watcher = None if row.top_logprobs is None else _Watcher(row.sampler, row.top_logprobs)
+        processors = [watcher.process] if watcher else []
+        if isinstance(row.sampler, RowSampler) and row.sampler.penalties is not None:
+            processors.append(row.sampler.process)
         (uid,) = self._generator.insert(
             [row.prompt[-1:].tolist()],
             max_tokens=[row.max_tokens],
             caches=[caches],
             all_tokens=[row.prompt[:-1].tolist()],
             samplers=[watcher.sample if watcher else row.sampler],
-            logits_processors=[[watcher.process] if watcher else []],
+            logits_processors=[processors],
         )
         self._rows[uid] = row
         if watcher:
