@@ -11,6 +11,7 @@ from msgspec import Struct, field
 
 from .checks import check_kind, check_range, check_sized, check_text, check_whole
 from .errors import InvalidRequest
+from .grammar import Grammar as Grammar
 from .sampling import Sampling as Sampling
 
 RequestId = NewType("RequestId", str)
@@ -37,6 +38,9 @@ class Request(Struct, frozen=True, kw_only=True):
     for you. `tenant` separates caches; `agent` and `swarm` name the lane in traces. `cache=False`
     neither reads nor writes the prompt cache.
 
+    With a `grammar` the output keeps to it, and ends with the reason `stop` when it is complete;
+    what `max_tokens` cuts off is a beginning of something complete.
+
     With `logprobs` every output token comes with a `TokenLogprob`, with `top_logprobs` (up to 20)
     also with that many of the likeliest tokens in its place.
     """
@@ -46,6 +50,7 @@ class Request(Struct, frozen=True, kw_only=True):
     tokens: Sequence[int] = ()
     max_tokens: int = 256
     sampling: Sampling = Sampling()
+    grammar: Grammar | None = None
     stop: Sequence[str] = ()
     logprobs: bool = False
     top_logprobs: int = 0
@@ -84,6 +89,9 @@ class Request(Struct, frozen=True, kw_only=True):
     def _check_sampling(self) -> None:
         check_kind("sampling", self.sampling, Sampling, "a Sampling")
         self.sampling.validate()
+        if self.grammar is not None:
+            check_kind("grammar", self.grammar, Grammar, "a Grammar")
+            self.grammar.validate()
         if self.sampling.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens is {self.sampling.min_tokens}; max_tokens is {self.max_tokens}, which "

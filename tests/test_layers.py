@@ -20,6 +20,7 @@ LAYERS = (
         "broker.backend",
         "broker.checks",
         "broker.sampling",
+        "broker.grammar",
         "broker.request",
     ),
     ("broker.trace",),
@@ -37,6 +38,7 @@ FRONTS = ("broker", "agents", "")
 WITHOUT_MLX = (
     "broker/request.py",
     "broker/sampling.py",
+    "broker/grammar.py",
     "broker/checks.py",
     "broker/errors.py",
     "broker/affinity.py",

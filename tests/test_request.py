@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_swarm.broker import InvalidRequest, Request, Sampling
+from mlx_swarm.broker import Grammar, InvalidRequest, Request, Sampling
 
 anything = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
 
@@ -62,6 +62,43 @@ def test_sampling_out_of_range_is_refused_with_the_numbers(
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):
         Request(text="a", max_tokens=8, sampling=Sampling(**fields)).validate()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        (Grammar(), "a grammar is one of json_schema, regex, choice, lark; got none of them"),
+        (Grammar(regex="a", lark="b"), "a grammar is one of .*; got regex and lark"),
+        (Grammar(regex=5), "regex is 5; it must be text"),  # type: ignore[arg-type]
+        (Grammar(lark="\ud800"), "lark has half a character"),
+        (Grammar(regex="a" * (1 << 20) + "b"), "has 1,048,577 characters; up to 1,048,576"),
+        (Grammar(choice="abc"), "choice is the text 'abc'; it must be a list"),
+        (Grammar(choice=[]), "choice has 0 strings; give at least one"),
+        (Grammar(choice=["a", ""]), "choice has 2 strings; give at least one, none of them empty"),
+        (Grammar(choice=["a", 1]), "a choice is 1; it must be text"),  # type: ignore[list-item]
+        (Grammar(json_schema={"a": {1}}), "json_schema is not JSON: .*set"),
+        (Grammar(json_schema=[1]), "json_schema is .*; it must be a mapping"),  # type: ignore[arg-type]
+        ("a*", "grammar is 'a\\*'; it must be a Grammar"),
+    ],
+)
+def test_a_grammar_that_is_none_is_refused(grammar: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        Request(text="a", grammar=grammar).validate()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        (Grammar(json_schema={"type": "object"}), '{"type": "object"}'),
+        (Grammar(json_schema="{}"), "{}"),
+        (Grammar(choice=("a", "é")), '["a", "\\u00e9"]'),
+        (Grammar(regex=""), ""),
+        (Grammar(lark="start: A"), "start: A"),
+    ],
+)
+def test_a_grammar_has_one_text(grammar: Grammar, text: str) -> None:
+    Request(text="a", grammar=grammar).validate()
+    assert grammar.source().text == text
 
 
 def test_what_mlx_lm_takes_is_taken() -> None:

@@ -9,6 +9,7 @@ from ..errors import ContextOverflow, InvalidRequest
 from ..models import LoadedModel, namespace_digest
 from ..request import Request
 from ..sampling import Sampling
+from .grammar import Grammars
 from .row import Row
 from .sampling import SeedSource, SpecialTokens, sampler_for
 from .submission import Submission
@@ -22,6 +23,7 @@ class Admission:
         self._model = model
         self._vocabulary = vocabulary_of(model)
         self._special = special_tokens_of(model)
+        self._grammars = Grammars(model, self._vocabulary, self._special.ends)
         self._seeds = SeedSource()
 
     def row_for(self, submission: Submission) -> Row:
@@ -31,6 +33,11 @@ class Admission:
         self._check(prompt)
         self._check_bias(request.sampling)
         max_tokens = min(request.max_tokens, self._model.context_length - len(prompt))
+        special, grammar = self._special, None
+        if request.grammar is not None:
+            grammar = self._grammars.start(request.grammar, request.sampling.min_tokens)
+            # It knows itself when an end is too early.
+            special = special._replace(ends=())
         return Row(
             submission.id,
             request,
@@ -44,12 +51,13 @@ class Admission:
                 self._seeds,
                 prompt=prompt,
                 max_tokens=max_tokens,
-                special=self._special,
+                special=special,
             ),
             text=TextStream(
                 self._model.new_detokenizer(), request.stop, request.sampling.min_tokens
             ),
             submitted=submission.submitted,
+            grammar=grammar,
         )
 
     def _prompt(self, request: Request) -> tuple[Tokens, tuple[int, ...]]:

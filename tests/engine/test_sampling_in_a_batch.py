@@ -38,8 +38,8 @@ SETTINGS = (
 )
 
 
-def alone(model: LoadedModel, request: Request) -> list[int]:
-    """The tokens of mlx-lm alone, with its own processors and filters."""
+def alone(model: LoadedModel, request: Request, *more: Any) -> list[int]:
+    """The tokens of mlx-lm alone, with its own processors and filters, and `more` processors."""
     sampling, ends = request.sampling, special_tokens_of(model).ends
 
     def restrained(tokens: mx.array, logits: mx.array) -> mx.array:
@@ -57,7 +57,7 @@ def alone(model: LoadedModel, request: Request) -> list[int]:
         list(request.tokens),
         max_tokens=request.max_tokens,
         sampler=seeded(model, sampling) if sampling.temperature else None,
-        logits_processors=[*processors, restrained],
+        logits_processors=[*processors, restrained, *more],
     )
     return [response.token for response in responses][: request.max_tokens]
 
