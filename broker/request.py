@@ -171,9 +171,9 @@ class TokenLogprob(Struct, frozen=True):
     """The natural logarithm of an output token's probability, and the likeliest tokens there.
 
     Probabilities are the model's own, of the whole vocabulary: the log-softmax of its logits in
-    float32, before temperature, `top_p`, `top_k` and `min_p`. `top` holds pairs of a token and its
-    log-probability, as many as were asked for, the likeliest first; the output token need not be
-    among them.
+    float32, before anything that the request's sampling and grammar do to them. `top` holds pairs
+    of a token and its log-probability, as many as were asked for, the likeliest first; the output
+    token need not be among them.
     """
 
     token: int

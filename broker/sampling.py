@@ -9,6 +9,7 @@ from .checks import check_kind, check_range, check_whole
 from .errors import InvalidRequest
 
 MAX_BIAS = 100.0
+MAX_BIASED = 1024
 MAX_PENALTY = 100.0
 PENALTIES = ("repetition", "presence", "frequency")
 
@@ -72,6 +73,10 @@ class Sampling(Struct, frozen=True, kw_only=True):
 
 def _check_bias(biases: Any) -> None:
     check_kind("logit_bias", biases, Mapping, "a mapping of token ids to numbers")
+    if len(biases) > MAX_BIASED:
+        raise InvalidRequest(
+            f"logit_bias has {len(biases):,} tokens; up to {MAX_BIASED:,} are taken"
+        )
     for token, bias in biases.items():
         check_kind("a token in logit_bias", token, int, "a token id")
         if token < 0:

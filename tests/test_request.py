@@ -49,6 +49,7 @@ def test_what_is_refused_is_named_with_the_numbers(fields: dict[str, Any], messa
         ({"repetition_context_size": 2.5}, "repetition_context_size is 2.5; .* a whole number"),
         ({"logit_bias": [(1, 2)]}, "logit_bias is .*; it must be a mapping"),
         ({"logit_bias": {"1": 2}}, "a token in logit_bias is '1'; it must be a token id"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1)}, "has 1,025 tokens; up to 1,024 are taken"),
         ({"logit_bias": {-1: 2}}, "logit_bias has the token -1"),
         ({"logit_bias": {7: math.inf}}, "the bias of token 7 is inf; it must be in"),
         ({"xtc_probability": 1.5}, r"xtc_probability is 1.5; it must be in \[0, 1\]"),

@@ -5,6 +5,7 @@ import random
 import re
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import numpy as np
@@ -222,6 +223,23 @@ def test_a_bad_grammar_is_refused_at_admission(bad: Grammar, message: str) -> No
         assert "\n" not in str(box.error)
         assert len(str(box.error)) < 300
     driver.check_idle()
+    driver.engine.close()
+
+
+def test_a_tokenizer_that_llguidance_cannot_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
+    driver = Driver(model)
+    for broken in (AttributeError("no backend_tokenizer"), ValueError("no vocabulary")):
+        reason = Mock(side_effect=broken)
+        with monkeypatch.context() as patch:
+            patch.setattr(LoadedModel, "tokenizer_json", reason)
+            box = driver.submit(Request(tokens=prompt(0), grammar=Grammar(regex="a")))
+        assert isinstance(box.error, InvalidRequest)
+        assert f"the tokenizer of {model.name} cannot serve a grammar: {broken}" in str(box.error)
+    box = driver.submit(Request(tokens=prompt(0), grammar=Grammar(regex="a")))
+    driver.run()
+    assert box.end is not None
+    assert box.end.text == "a"
     driver.engine.close()
 
 
