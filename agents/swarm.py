@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from mlx_swarm.broker.checks import check_kind, check_text, check_whole
 from mlx_swarm.broker.errors import InvalidRequest, SwarmClosed
-from mlx_swarm.broker.request import Sampling, Usage
+from mlx_swarm.broker.request import Grammar, Sampling, Usage
 
 from .agent import Agent, check_task
 from .events import EventFeed, EventStream
@@ -29,9 +29,10 @@ class Swarm:
     running. An agent's failure is its own: it reaches whoever awaits that agent, the others go on.
 
     `concurrency` bounds the turns that are with the broker at one time. `max_tokens`, `sampling`,
-    `stop`, `logprobs` and `top_logprobs` hold for every turn, as in a `Request`. With `seed`, or a
-    seed in `sampling`, a turn's own seed is derived from that seed, the agent's name and the number
-    of the turn. `tenant` separates caches; `cache=False` neither reads nor writes the cache.
+    `grammar`, `stop`, `logprobs` and `top_logprobs` hold for every turn, as in a `Request`. With
+    `seed`, or a seed in `sampling`, a turn's own seed is derived from that seed, the agent's name
+    and the number of the turn. `tenant` separates caches; `cache=False` neither reads nor writes
+    the cache.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Swarm:
         concurrency: int | None = None,
         max_tokens: int = 256,
         sampling: Sampling = GREEDY,
+        grammar: Grammar | None = None,
         stop: Iterable[str] = (),
         logprobs: bool = False,
         top_logprobs: int = 0,
@@ -62,6 +64,7 @@ class Swarm:
             swarm=name,
             max_tokens=max_tokens,
             sampling=sampling,
+            grammar=grammar,
             stop=_several("stop", stop),
             logprobs=logprobs,
             top_logprobs=top_logprobs,
@@ -82,6 +85,7 @@ class Swarm:
         name: str | None = None,
         max_tokens: int | None = None,
         sampling: Sampling | None = None,
+        grammar: Grammar | None = None,
         stop: Iterable[str] | None = None,
     ) -> Agent:
         """Start an agent on `task` and return its handle at once; `await` it for its reply.
@@ -96,6 +100,8 @@ class Swarm:
             settings = replace(settings, max_tokens=max_tokens)
         if sampling is not None:
             settings = replace(settings, sampling=sampling)
+        if grammar is not None:
+            settings = replace(settings, grammar=grammar)
         if stop is not None:
             settings = replace(settings, stop=_several("stop", stop))
         settings.validate()

@@ -132,7 +132,14 @@ class EngineLoop:
         )
         self._memory = RowMemory(self.ledger, self.cache, self._kv_bytes)
         self._rows: dict[RequestId, Row] = {}
-        self._endings = Endings(self._rows, self.lane, self.scheduler, self._memory, recorder)
+        self._endings = Endings(
+            self._rows,
+            self.lane,
+            self.scheduler,
+            self._memory,
+            recorder,
+            ends=frozenset(model.tokenizer.eos_token_ids),
+        )
 
     def submit(self, submission: Submission) -> None:
         """Queue a request, or fail it before anything has changed."""

@@ -123,7 +123,8 @@ class SharedDecoder:
             if row is None:
                 continue
             reason: FinishReason | None = None
-            if token in stops:
+            finished = seat.grammar is not None and seat.grammar.finished
+            if token in stops or finished:
                 reason = "stop"
             elif len(seat.outputs) == seat.max_tokens:
                 reason = "length"
@@ -244,6 +245,7 @@ class SharedDecoder:
             token=int(row.prompt[-1]),
             max_tokens=row.max_tokens,
             sampler=row.sampler,
+            grammar=row.grammar,
             top_logprobs=row.top_logprobs,
         )
 
