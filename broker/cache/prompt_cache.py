@@ -336,6 +336,14 @@ class PromptCache:
         self._settle()
         return self._room.make(elsewhere=nbytes)
 
+    def shrink(self, nbytes: int) -> bool:
+        """Evict until `nbytes` less are held, to the cold tier if there is one.
+
+        Stops at what is leased or pinned. Whether anything went, or is on its way to go.
+        """
+        self._settle()
+        return self._room.shrink(nbytes)
+
     def note_prefill(self, tokens: int, seconds: float) -> None:
         """Tell the cost gate of restores how long computing `tokens` took."""
         if self._restores is not None:

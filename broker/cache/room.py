@@ -79,15 +79,17 @@ class Room:
         # What is released while room is made must not make room by itself.
         if self._is_making or self._fits(target, needed, 0):
             return True
-        holdings, self._is_making = self._holdings, True
-        try:
-            self._evict_until(lambda: self._fits(target, needed, holdings.reclaimable_bytes))
-            holdings.compact_until(lambda: self._fits(target, needed, 0))
-        finally:
-            self._is_making = False
+        self._clear(target, needed)
         self._trim_pool()
         allowance = self._cold.limit if self._cold is not None else 0
         return self._fits(target + allowance, needed, 0)
+
+    def shrink(self, nbytes: int) -> bool:
+        """Evict and compact until `nbytes` less are held; whether any went, or are on their way."""
+        before = self._holdings.total_bytes
+        self._clear(before - nbytes, 0)
+        is_leaving = self._lender.departing_bytes or (self._cold is not None and self._cold.leases)
+        return self._holdings.total_bytes < before or bool(is_leaving)
 
     def tidy(self) -> None:
         """After a put: hold the cap; compact once more than a share of the extents is dead."""
@@ -142,6 +144,14 @@ class Room:
             return True
         lease.release()
         return False
+
+    def _clear(self, target: int, needed: int) -> None:
+        holdings, self._is_making = self._holdings, True
+        try:
+            self._evict_until(lambda: self._fits(target, needed, holdings.reclaimable_bytes))
+            holdings.compact_until(lambda: self._fits(target, needed, 0))
+        finally:
+            self._is_making = False
 
     def _evict_until(self, enough: Callable[[], bool]) -> None:
         again = True

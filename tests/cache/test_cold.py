@@ -238,6 +238,20 @@ class TestWrite:
         assert cache.total_bytes == 0
         assert taken(cache, [*range(20), 2, 3, 4]) == 22
 
+    def test_shrinks_only_by_what_the_store_has(self, store: FakeColdStore) -> None:
+        store.is_slow = True
+        cache = PromptCache(1 << 20, cold=store)
+        put(cache, range(20))
+        held = cache.total_bytes
+        assert cache.shrink(1)
+        assert cache.shrink(1)
+        assert cache.total_bytes == held
+        store.finish()
+        assert cache.shrink(1)
+        assert cache.total_bytes == 0
+        assert not cache.shrink(1)
+        assert taken(cache, [*range(20), 7]) == 20
+
     def test_a_slow_write_is_demoted_at_a_later_call(self, store: FakeColdStore) -> None:
         store.is_slow = True
         cache = PromptCache(1 << 20, cold=store)

@@ -192,6 +192,28 @@ class TestSpill:
         cache.clear()
         assert not sink.seen
 
+    def test_shrink_lets_go_of_as_much_as_is_asked_and_nothing_that_is_in_use(self) -> None:
+        cache = PromptCache(1 << 20)
+        for start in (1, 2, 3):
+            put(cache, sequence(start, 10))
+        assert cache.shrink(15 * TOKEN_BYTES)
+        assert cache.total_bytes == 10 * TOKEN_BYTES
+        with take(cache, [*sequence(3, 10), 7]) or pytest.fail("nothing taken"):
+            assert not cache.shrink(1 << 20)
+            assert cache.total_bytes == 10 * TOKEN_BYTES
+        assert cache.shrink(1)
+        assert cache.total_bytes == 0
+        assert not cache.shrink(1)
+        cache.check_integrity()
+
+    def test_shrink_hands_what_leaves_to_the_sink(self) -> None:
+        cache = PromptCache(1 << 20, spill=(sink := OwnedSink()))
+        put(cache, sequence(1, 10))
+        assert cache.shrink(1)
+        (lease,) = sink.leases
+        lease.release()
+        assert cache.total_bytes == 0
+
     def test_demote_idle_goes_to_the_sink_or_does_nothing(self) -> None:
         clock = Clock()
         alone = PromptCache(1 << 20, clock=clock)
