@@ -5,13 +5,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
-import psutil
 from mlx.utils import tree_flatten
 
 from ..cache.ledger import Ledger, Purpose, format_bytes
 from ..cache.prompt_cache import PromptCache
 from ..errors import OutOfMemory
 from ..models import LoadedModel
+from .footprint import available
 from .row import Row
 
 POOL_SHARE = 16
@@ -129,13 +129,13 @@ def device_limit() -> int:
     """Bytes that this process may use on MLX's device, those that it uses already included.
 
     On a Mac that is the working set that Metal recommends, with CUDA what other processes leave,
-    on a CPU what the system can hand out.
+    on a CPU what the system, or the container, can hand out.
     """
     held = mx.get_active_memory() + mx.get_cache_memory()
     if mx.default_device() == mx.Device(mx.cpu):
-        return int(psutil.virtual_memory().available) + held
+        return available() + held
     facts = mx.device_info()
     recommended = int(facts.get("max_recommended_working_set_size", 0))
     free = int(facts.get("free_memory", 0)) + held if "free_memory" in facts else 0
     total = int(facts.get("memory_size", 0)) or int(facts.get("total_memory", 0))
-    return recommended or free or total or int(psutil.virtual_memory().available) + held
+    return recommended or free or total or available() + held
