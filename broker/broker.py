@@ -44,7 +44,9 @@ class Broker:
     `model` is what `mlx_swarm.broker.models.load` takes. `ram` bounds the prompt cache, in bytes
     or as text ("2GiB", "512MB"); `memory` bounds weights, cache and running requests together
     (default: what the device has), and requests wait for it in their order. `cold` is a folder in
-    which prompts are kept beyond RAM and restarts, in files of at most `cold_limit` together.
+    which prompts are kept beyond RAM and restarts, in files of at most `cold_limit` together. With
+    `wired` Metal keeps in memory as much as it recommends, for models that take most of it; a Mac
+    may panic then (ml-explore/mlx#3186).
 
     At most `max_rows` requests run at a time; between two decode steps at most `prefill_chunk`
     prompt tokens are computed (default: as many as let running requests wait for 3.5 steps at most,
@@ -64,6 +66,7 @@ class Broker:
         cold: str | os.PathLike[str] | None = None,
         cold_limit: int | str = "20GiB",
         dtype: str | None = None,
+        wired: bool = False,
         max_rows: int = 32,
         prefill_chunk: int | None = None,
         trace: str | os.PathLike[str] | None = None,
@@ -82,6 +85,7 @@ class Broker:
         require_mlx()
         self._model = model
         self._dtype = dtype
+        self._wired = wired
         self._max_rows = max_rows
         self._prefill_chunk = prefill_chunk
         self._trace = trace
@@ -197,6 +201,7 @@ class Broker:
                 self._memory,
                 self._cold,
                 self._cold_bytes,
+                self._wired,
             )
 
             def post(run: Callable[[], None]) -> None:

@@ -50,6 +50,8 @@ WITHOUT_MLX = (
     "broker/cache/ledger.py",
     "broker/cache/plan.py",
     "broker/engine/scheduler.py",
+    "broker/engine/pressure.py",
+    "broker/engine/footprint.py",
     "broker/engine/work.py",
     "broker/engine/mailbox.py",
     "broker/engine/thread.py",

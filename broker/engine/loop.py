@@ -33,6 +33,8 @@ from .batch import BatchLane, LaneStatistics
 from .endings import Endings, as_swarm_error
 from .memory import RowMemory, bounded_pool, device_limit, weight_bytes
 from .pace import LEAST, LEAST_CUDA, Pace
+from .pressure import Level, Measures, MemoryWatch, PressureStatistics, Reading
+from .probe import MemoryProbe, empty_pool, wired
 from .restoring import Post, Restoring
 from .row import Row
 from .scheduler import Scheduler, SchedulerStatistics
@@ -44,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 class EngineStatistics(Struct, frozen=True, kw_only=True):
     """Requests by state, what all requests together have cost so far, the batch lane, the prompt
-    cache, and the memory ledger.
+    cache, the memory ledger, and what the process really takes.
     """
 
     requests: SchedulerStatistics
@@ -52,6 +54,7 @@ class EngineStatistics(Struct, frozen=True, kw_only=True):
     lane: LaneStatistics
     cache: CacheStatistics
     memory: LedgerStatistics
+    pressure: PressureStatistics
 
 
 CLOSE_SECONDS = 10.0
@@ -64,7 +67,8 @@ PREFILL_CHUNK = 512
 class EngineSettings(NamedTuple):
     """`ram` and `memory` are in bytes, `prefill_chunk` in tokens. `ram` is for the prompt cache,
     `memory` for everything; 0 takes the limit from the device. Without `prefill_chunk` chunks are
-    sized by time (`Pace`). `cold` is the folder of the tier below, of at most `cold_bytes`.
+    sized by time (`Pace`). `cold` is the folder of the tier below, of at most `cold_bytes`. With
+    `wired` Metal keeps resident as much as it recommends.
     """
 
     ram: int
@@ -73,6 +77,7 @@ class EngineSettings(NamedTuple):
     memory: int = 0
     cold: Path | None = None
     cold_bytes: int = 0
+    wired: bool = False
 
 
 class EngineLoop:
@@ -106,6 +111,7 @@ class EngineLoop:
         self._pool = ExitStack()
         self._pool.enter_context(bounded_pool(self.ledger.limit))
         try:
+            self._wired_limit = self._pool.enter_context(wired()) if settings.wired else 0
             self.lane = BatchLane(
                 model,
                 self.cache,
@@ -127,11 +133,18 @@ class EngineLoop:
             max_rows=settings.max_rows,
             chunk=lambda decoding: self._pace.chunk(decoding=decoding),
             exact_stops=not all(type(cache) is KVCache for cache in model.make_caches()),
-            has_memory=lambda request: self._memory.is_granted(self._rows[request]),
+            has_memory=self._may_run,
             computed=self._computed if self.lane.donates else None,
         )
         self._memory = RowMemory(self.ledger, self.cache, self._kv_bytes)
         self._rows: dict[RequestId, Row] = {}
+        self._watch = MemoryWatch(
+            MemoryProbe(),
+            Measures(empty_pool, self.cache.shrink, self._preempt),
+            fixed=lambda: self.ledger.used(Purpose.WEIGHTS),
+            on_change=self._note_pressure,
+            clock=recorder.now,
+        )
         self._endings = Endings(
             self._rows,
             self.lane,
@@ -184,6 +197,7 @@ class EngineLoop:
             lane=self.lane.statistics(),
             cache=self.cache.statistics(),
             memory=self.ledger.statistics(),
+            pressure=self._watch.statistics(self._wired_limit),
         )
 
     def check_integrity(self) -> None:
@@ -204,6 +218,7 @@ class EngineLoop:
     def turn(self) -> bool:
         """Do the next piece of work; False if there is none."""
         self._guard.check()
+        self._relieve()
         try:
             return self._turn()
         except Exception as error:  # nobody else would end these requests
@@ -241,6 +256,38 @@ class EngineLoop:
         left = self.cache.flush(seconds)
         if left.writes:
             _log.warning("closed before %d sequences (%d bytes) were on disk", *left)
+
+    def _relieve(self) -> None:
+        try:
+            self._watch.check()
+        except Exception:  # nobody's request is to end for this
+            _log.exception("memory pressure was not relieved")
+
+    def _note_pressure(self, before: Level, reading: Reading) -> None:
+        active, pool, footprint, limit = reading
+        self._recorder.note(
+            events.Pressure,
+            level=self._watch.level.value,
+            before=before.value,
+            active=active,
+            pool=pool,
+            footprint=footprint,
+            limit=limit,
+            cache=self.cache.total_bytes,
+        )
+        if not self._watch.pauses:
+            self.scheduler.reconsider()
+
+    def _preempt(self, nbytes: int) -> None:
+        """Take memory from rows that run, once the cache has no more to give. None is taken yet."""
+
+    def _may_run(self, request: RequestId) -> bool:
+        """Whether a request may run now. Under memory pressure nobody starts beside others."""
+        row = self._rows[request]
+        if self._watch.pauses and row.memory is None:
+            if any(each.memory is not None for each in self._rows.values()):
+                return False
+        return self._memory.is_granted(row)
 
     def _turn(self) -> bool:
         match self.scheduler.next():

@@ -216,6 +216,10 @@ class Scheduler:
             place.pop(entry, None)
         self._memory_changed()
 
+    def reconsider(self) -> None:
+        """Memory, or what `has_memory` says, may have changed: go through the queue again."""
+        self._memory_changed()
+
     def statistics(self) -> SchedulerStatistics:
         """How many requests are in which state."""
         states = [entry.state for entry in self._entries.values()]

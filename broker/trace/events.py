@@ -174,6 +174,21 @@ class Quarantined(Event, frozen=True):
     error: str
 
 
+class Pressure(Event, frozen=True):
+    """Memory ran short or no longer does: the level went from `before` to `level` (normal, soft,
+    hard). Bytes: MLX's own, in use and kept for later; what the process takes; what it may take;
+    and what of it the prompt cache holds.
+    """
+
+    level: str
+    before: str
+    active: int
+    pool: int
+    footprint: int
+    limit: int
+    cache: int
+
+
 class Finished(Event, frozen=True):
     """A request ended by itself."""
 
@@ -212,6 +227,7 @@ TraceEvent = (
     | Demoted
     | Restored
     | Quarantined
+    | Pressure
     | Finished
     | Cancelled
     | Failed

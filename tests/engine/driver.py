@@ -1,6 +1,7 @@
 """The engine's loop without a thread or an event loop: turn by turn, in the test's own thread."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -64,8 +65,10 @@ class Driver:
         max_rows: int = 8,
         chunk: int = 32,
         memory: int = 0,
+        cold: Path | None = None,
     ) -> None:
-        settings = EngineSettings(ram, max_rows, chunk, memory)
+        cold_bytes = 1 << 30 if cold else 0
+        settings = EngineSettings(ram, max_rows, chunk, memory, cold, cold_bytes)
         self.engine = EngineLoop(model, Recorder(), settings)
         self.boxes: list[Box] = []
 
