@@ -58,8 +58,10 @@ class Reading(NamedTuple):
 
 
 class Measures(NamedTuple):
-    """What can be done. `shrink(nbytes)` has the prompt cache give up so much, and says whether
-    anything went or is on its way; `preempt(nbytes)` takes it from rows that run.
+    """What can be done. `empty_pool()` gives back what MLX, or what it allocates with, keeps for
+    later; some of it counts as used until then. `shrink(nbytes)` has the prompt cache give up so
+    much, and says whether anything went or is on its way. `preempt(nbytes)` takes it from rows that
+    run.
     """
 
     empty_pool: Callable[[], None]
@@ -134,10 +136,12 @@ class MemoryWatch:
     def _check(self) -> None:
         reading, now = self._read(), self._clock()
         held = self._held(reading, now)
-        taken = self._share(held + reading.pool, reading.limit)
-        if reading.pool and taken >= SOFT and now >= self._pool_due:
+        is_short = self.pauses or self._share(held + reading.pool, reading.limit) >= SOFT
+        if is_short and now >= self._pool_due:
             self._pool_due = now + POOL_SECONDS
             self._measures.empty_pool()
+            reading = self._read()
+            held = self._held(reading, now)
         before = self.level
         self.level = next_level(before, self._share(held, reading.limit))
         if self.level is not before:

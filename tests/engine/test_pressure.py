@@ -10,8 +10,8 @@ LIMIT, WEIGHTS = 1_200, 200
 
 
 class Machine:
-    """MLX's memory of rows, cache and pool; other memory; and what was given back, of which the
-    system will take note late. What is done is noted.
+    """MLX's memory of rows, cache and pool; other memory; what was freed and the allocator keeps;
+    and what was given back, of which the system will take note late. What is done is noted.
     """
 
     def __init__(self) -> None:
@@ -19,6 +19,7 @@ class Machine:
         self.rows = 0
         self.other = 0
         self.late = 0
+        self.kept = 0
         self.pool = 0
         self.cache = 0
         self.is_writing = False
@@ -36,10 +37,11 @@ class Machine:
     def read(self) -> Reading:
         self.reads += 1
         active = WEIGHTS + self.cache + self.rows
-        return Reading(active, self.pool, active + self.other + self.pool + self.late, LIMIT)
+        beside = self.other + self.kept + self.late
+        return Reading(active, self.pool, active + self.pool + beside, LIMIT)
 
     def empty_pool(self) -> None:
-        self.pool = 0
+        self.pool = self.kept = 0
         self.done.append("empty")
 
     def shrink(self, nbytes: int) -> bool:
@@ -98,6 +100,28 @@ def test_the_pool_goes_first_and_may_be_enough() -> None:
     assert machine.watch.level is Level.NORMAL
 
 
+def test_what_the_allocator_keeps_is_given_back_before_anybody_waits_for_it() -> None:
+    machine = Machine()
+    machine.rows, machine.kept = 800, 170
+    assert machine.check() == ["empty"]
+    assert machine.levels == []
+
+
+def test_what_the_allocator_keeps_does_not_keep_a_level_up() -> None:
+    machine = Machine()
+    machine.rows = 910
+    machine.check()
+    machine.rows = 870
+    for _ in range(24):
+        machine.kept = 20
+        machine.check()
+    assert machine.watch.pauses
+    machine.rows = 840
+    for _ in range(9):
+        machine.check()
+    assert not machine.watch.pauses
+
+
 def test_the_pool_is_emptied_now_and_then_and_makes_no_level() -> None:
     machine = Machine()
     done = []
@@ -113,7 +137,7 @@ def test_then_admission_pauses_and_the_cache_shrinks_step_by_step() -> None:
     machine.cache, machine.rows, machine.pool = 500, 420, 30
     assert machine.check() == ["empty", "shrink 31", "empty"]
     assert machine.watch.pauses
-    assert machine.levels == ["normal -> soft at 1150"]
+    assert machine.levels == ["normal -> soft at 1120"]
     assert machine.check() == ["shrink 31", "empty"]
     assert machine.check() == ["shrink 8", "empty"]
     machine.rows -= 1
@@ -125,6 +149,7 @@ def test_then_admission_pauses_and_the_cache_shrinks_step_by_step() -> None:
 def test_a_cache_that_has_no_more_to_give_is_asked_again_and_nobody_else() -> None:
     machine = Machine()
     machine.rows = 940
+    assert machine.check() == ["empty", "shrink 31"]
     assert [machine.check() for _ in range(3)] == [["shrink 31"]] * 3
     machine.rows = 849
     assert machine.check() == []
@@ -134,7 +159,7 @@ def test_a_cache_that_has_no_more_to_give_is_asked_again_and_nobody_else() -> No
 def test_above_the_hard_mark_all_of_it_goes_at_once_and_rows_only_after_it() -> None:
     machine = Machine()
     machine.cache, machine.rows = 90, 900
-    assert machine.check() == ["shrink 140", "empty"]
+    assert machine.check() == ["empty", "shrink 140", "empty"]
     machine.rows = 990
     assert machine.check() == ["shrink 140", "preempt 140"]
     machine.is_writing = True
@@ -169,7 +194,7 @@ def test_slow_measures_do_not_become_all_that_is_done() -> None:
     machine.watch._measures = machine.watch._measures._replace(shrink=slow)
     machine.check()
     machine.watch.check()
-    assert machine.done == ["shrink 31"]
+    assert machine.done == ["empty", "shrink 31"]
 
 
 def test_a_reading_that_fails_is_not_repeated_at_every_turn() -> None:

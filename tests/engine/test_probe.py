@@ -115,14 +115,18 @@ def test_each_device_has_its_numbers(
 
 
 def test_emptying_the_pool_gives_memory_back_to_the_system() -> None:
-    arrays = [mx.ones((1 << 18,)) for _ in range(64)]
+    # Once so much was freed, glibc no longer gives back what is smaller.
+    mx.eval(mx.ones((6 << 20,)))
+    mx.clear_cache()
+    arrays = [mx.ones((1 << 18,)) for _ in range(200)]
     mx.eval(arrays)
     full = system.footprint()
-    del arrays
+    # What is left is spread over all of it.
+    del arrays[1::2], arrays[1::2]
     empty_pool()
     assert mx.get_cache_memory() == 0
     if mx.default_device() == mx.Device(mx.cpu):
-        assert full - system.footprint() > 32 << 20
+        assert full - system.footprint() > 100 << 20
 
 
 @pytest.fixture
