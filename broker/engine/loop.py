@@ -54,6 +54,12 @@ class EngineStatistics(Struct, frozen=True, kw_only=True):
     memory: LedgerStatistics
 
 
+IDLE_SECONDS = 600.0
+"""What nobody has used for so long leaves RAM, once the cold tier has it and the engine rests."""
+
+LOOK_SECONDS = 60.0
+"""A resting engine looks for that so often."""
+
 CLOSE_SECONDS = 10.0
 """What writes to the cold tier get to end when the broker is closed."""
 
@@ -130,6 +136,7 @@ class EngineLoop:
             has_memory=lambda request: self._memory.is_granted(self._rows[request]),
             computed=self._computed if self.lane.donates else None,
         )
+        self._looked_at = time.monotonic()
         self._memory = RowMemory(self.ledger, self.cache, self._kv_bytes)
         self._rows: dict[RequestId, Row] = {}
         self._endings = Endings(
@@ -245,7 +252,7 @@ class EngineLoop:
     def _turn(self) -> bool:
         match self.scheduler.next():
             case None:
-                return self.cache.write_behind()
+                return self._rest()
             case Admit(request, not_worth_waiting):
                 row = self._rows[request]
                 self._endings.guarded(row, self._admit, not_worth_waiting)
@@ -261,6 +268,16 @@ class EngineLoop:
             case Decode():
                 self._decode()
         return True
+
+    def _rest(self) -> bool:
+        """What there is to do while nobody asks for anything; whether there is more of it."""
+        if self.cache.write_behind():
+            return True
+        now = time.monotonic()
+        if now - self._looked_at >= LOOK_SECONDS:
+            self._looked_at = now
+            self.cache.demote_idle(IDLE_SECONDS)
+        return False
 
     def _admit(self, row: Row, not_worth_waiting: bool) -> None:
         row.admitted = self._recorder.now()
