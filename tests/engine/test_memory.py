@@ -1,12 +1,14 @@
 """The limit of the ledger is what the device has; rows run when their KV fits under it."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import mlx.core as mx
 import psutil
 import pytest
 
 from mlx_swarm.broker import Request
+from mlx_swarm.broker.engine import sharing
 from mlx_swarm.broker.engine.kernels.launch import MAX_SPANS
 from mlx_swarm.broker.engine.memory import (
     RowMemory,
@@ -15,7 +17,7 @@ from mlx_swarm.broker.engine.memory import (
     weight_bytes,
 )
 from mlx_swarm.broker.errors import OutOfMemory
-from tests.engine.driver import Driver, assert_greedy
+from tests.engine.driver import Box, Driver, assert_greedy
 from tests.engine.test_shared import KINDS, model_of
 from tests.tiny_broker import SHARED, prompt
 
@@ -144,4 +146,32 @@ def test_what_was_copied_is_pinned_no_longer() -> None:
     batch = driver.engine.statistics().lane.batch
     assert batch.spans == driver.engine.cache.statistics().leases == MAX_SPANS < batch.rows
     driver.run()
+    driver.check_idle()
+
+
+def test_a_lease_is_not_shortened_to_other_extents_than_the_row_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The cache was cleared, and what two rows read was stored once more by others."""
+    monkeypatch.setattr(sharing, "LEAST_OWN_SPAN", 16)
+    model = model_of("llama")
+    driver = Driver(model, chunk=128)
+    decoder: Any = driver.engine.lane._shared
+    decoder._batch._placement._max_spans = 3
+
+    def ask(family: int) -> Box:
+        tokens = [*SHARED, *(40 * family + at for at in range(30)), 9]
+        asked.append(Request(tokens=tokens, max_tokens=40, boundaries=(len(SHARED), 90)))
+        return driver.submit(asked[-1])
+
+    asked: list[Request] = []
+    boxes = [ask(0), ask(1)]
+    driver.decode_all(boxes, 2)
+    driver.engine.cache.clear()
+    boxes += [ask(2), ask(2)]
+    while driver.engine.turn():
+        driver.engine.check_integrity()
+    for request, box in zip(asked, boxes, strict=True):
+        assert box.error is None
+        assert_greedy(model, request.tokens, box.tokens)
     driver.check_idle()
