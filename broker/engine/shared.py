@@ -186,7 +186,8 @@ class SharedDecoder:
         """Whether there is memory for what a seat would read in its tail from now on."""
         if not self._afford(self._rows[seat], reach):
             return False
-        self._copied.add(seat)
+        if reach < seat.reach:
+            self._copied.add(seat)
         return True
 
     def _unpin(self) -> None:

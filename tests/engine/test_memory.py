@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from mlx_swarm.broker import Request
+from mlx_swarm.broker.cache.ledger import Purpose
 from mlx_swarm.broker.engine import sharing
 from mlx_swarm.broker.engine.kernels.launch import MAX_SPANS
 from mlx_swarm.broker.engine.memory import (
@@ -16,10 +17,11 @@ from mlx_swarm.broker.engine.memory import (
     device_limit,
     weight_bytes,
 )
+from mlx_swarm.broker.engine.row import Row
 from mlx_swarm.broker.errors import OutOfMemory
 from tests.engine.driver import Box, Driver, assert_greedy
 from tests.engine.test_shared import KINDS, model_of
-from tests.tiny_broker import SHARED, prompt
+from tests.tiny_broker import SHARED, prompt, reference
 
 GIB = 1 << 30
 LONGER = KINDS["llama"].replace("context=512", "context=1024")
@@ -174,4 +176,49 @@ def test_a_lease_is_not_shortened_to_other_extents_than_the_row_reads(
     for request, box in zip(asked, boxes, strict=True):
         assert box.error is None
         assert_greedy(model, request.tokens, box.tokens)
+    driver.check_idle()
+
+
+def test_who_is_not_copied_after_all_is_promised_nothing_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two families that end in parts too short for a span; for one row there is no memory."""
+    monkeypatch.setattr(sharing, "LEAST_OWN_SPAN", 16)
+    afford = RowMemory.afford
+
+    def refusing(memory: RowMemory, row: Row, known: int) -> bool:
+        assert row.memory is not None
+        is_more = memory._need(row, known) > row.memory.remaining
+        return not (is_more and row.id == "request-3") and afford(memory, row, known)
+
+    monkeypatch.setattr(RowMemory, "afford", refusing)
+    model = model_of("llama")
+    driver = Driver(model, chunk=128)
+    decoder: Any = driver.engine.lane._shared
+    decoder._batch._placement._max_spans = 1
+    asked = [
+        Request(
+            tokens=[*((family + 7 * at) % 250 for at in range(50)), 9, 9],
+            max_tokens=20,
+            boundaries=(40, 50),
+        )
+        for family in (0, 0, 1, 1)
+    ]
+    boxes = [driver.submit(each) for each in asked]
+    while driver.engine.turn():
+        driver.engine.check_integrity()
+    for request, box in zip(asked, boxes, strict=True):
+        assert box.tokens == list(reference(model, request.tokens, 20))
+    driver.check_idle()
+
+
+def test_a_row_that_needs_no_more_is_never_refused() -> None:
+    model = model_of("llama")
+    driver = Driver(model, memory=weight_bytes(model) + 1_000_000)
+    box = driver.submit(Request(tokens=prompt(0), max_tokens=10))
+    driver.run(1)
+    # What is there is charged above the limit: another thread's, for one.
+    driver.engine.ledger.charge(Purpose.SPILLS, 1_000_000)
+    driver.run()
+    assert box.tokens == list(reference(model, prompt(0), 10))
     driver.check_idle()
