@@ -1,6 +1,7 @@
 """Memory of the running rows: what the device has, and what each row may come to need of it."""
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -119,13 +120,41 @@ def bounded_pool(limit: int) -> Iterator[None]:
     What is too much it gives back piece by piece. Without a bound long prompts leave tens of GB in
     sizes that nobody needs, and emptying the pool at once takes as long as ten decode steps.
     """
-    before = mx.set_cache_limit(limit // POOL_SHARE)
-    if before < limit // POOL_SHARE:
-        mx.set_cache_limit(before)
+    bound = limit // POOL_SHARE
+    _pool.add(bound)
     try:
         yield
     finally:
-        mx.set_cache_limit(before)
+        _pool.remove(bound)
+
+
+class _PoolBounds:
+    """The bounds of all engines of this process, of which the least counts; without any MLX's pool
+    is as it was before the first.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bounds: list[int] = []
+        self._before = 0
+
+    def add(self, bound: int) -> None:
+        with self._lock:
+            if not self._bounds:
+                self._before = mx.set_cache_limit(bound)
+            self._bounds.append(bound)
+            self._set()
+
+    def remove(self, bound: int) -> None:
+        with self._lock:
+            self._bounds.remove(bound)
+            self._set()
+
+    def _set(self) -> None:
+        mx.set_cache_limit(min([self._before, *self._bounds]))
+
+
+_pool = _PoolBounds()
 
 
 def weight_bytes(model: LoadedModel) -> int:

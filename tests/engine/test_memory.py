@@ -49,6 +49,27 @@ def test_the_pool_is_bounded_while_a_broker_lives_and_never_widened(
     assert limits[-1] == before
 
 
+@pytest.mark.parametrize("first_to_close", [0, 1])
+def test_the_pool_is_bounded_until_the_last_broker_is_closed(
+    monkeypatch: pytest.MonkeyPatch, first_to_close: int
+) -> None:
+    limits = [64 * GIB]
+
+    def set_cache_limit(limit: int) -> int:
+        limits.append(limit)
+        return limits[-2]
+
+    monkeypatch.setattr(mx, "set_cache_limit", set_cache_limit)
+    pools = [bounded_pool(48 * GIB), bounded_pool(32 * GIB)]
+    for pool in pools:
+        pool.__enter__()
+    assert limits[-1] == 2 * GIB
+    pools.pop(first_to_close).__exit__(None, None, None)
+    assert limits[-1] == (2 * GIB, 3 * GIB)[first_to_close]
+    pools.pop().__exit__(None, None, None)
+    assert limits[-1] == 64 * GIB
+
+
 @pytest.mark.parametrize(
     ("facts", "limit"),
     [
