@@ -72,13 +72,16 @@ class Room:
         others; whether that is so.
 
         What is on its way out (to a sink, or to the cold tier) may exceed the budget by as much as
-        may be in flight.
+        may be in flight. For others nothing goes that would not be enough.
         """
         target = self.max_bytes - needed
         needed += elsewhere
         # What is released while room is made must not make room by itself.
         if self._is_making or self._fits(target, needed, 0):
             return True
+        going = self._holdings.unread_bytes + self._lender.departing_bytes
+        if elsewhere and self._holdings.allowed_bytes + going < needed:
+            return False
         holdings, self._is_making = self._holdings, True
         try:
             self._evict_until(lambda: self._fits(target, needed, holdings.reclaimable_bytes))

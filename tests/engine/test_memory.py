@@ -243,3 +243,21 @@ def test_a_row_that_needs_no_more_is_never_refused() -> None:
     driver.run()
     assert box.tokens == list(reference(model, prompt(0), 10))
     driver.check_idle()
+
+
+def test_nothing_is_evicted_for_a_row_that_has_to_wait_all_the_same() -> None:
+    model = model_of("llama")
+    driver = Driver(model, memory=weight_bytes(model) + 150 * 3 * 2 * 2 * 16 * 4)
+    driver.submit(Request(tokens=SHARED[:20], max_tokens=1))
+    driver.run()
+    kept = driver.engine.cache.total_bytes
+    running = driver.submit(Request(tokens=[3] * 10, max_tokens=90))
+    driver.decode_all([running], 2)
+    waiting = driver.submit(Request(tokens=[5] * 60, max_tokens=60))
+    driver.run(5)
+    assert driver.engine.scheduler.statistics().queued == 1
+    assert driver.engine.cache.total_bytes == kept > 0
+    driver.run()
+    assert running.tokens == list(reference(model, [3] * 10, 90))
+    assert waiting.tokens == list(reference(model, [5] * 60, 60))
+    driver.check_idle()
