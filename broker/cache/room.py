@@ -79,8 +79,7 @@ class Room:
         # What is released while room is made must not make room by itself.
         if self._is_making or self._fits(target, needed, 0):
             return True
-        going = self._holdings.unread_bytes + self._lender.departing_bytes
-        if elsewhere and self._holdings.allowed_bytes + going < needed:
+        if elsewhere and self._holdings.allowed_bytes + self._most_going() < needed:
             return False
         holdings, self._is_making = self._holdings, True
         try:
@@ -252,6 +251,11 @@ class Room:
         gone = reclaimable + self._lender.departing_bytes
         stays = self._holdings.total_bytes - gone
         return stays <= target and self._holdings.allowed_bytes + gone >= needed
+
+    def _most_going(self) -> int:
+        """No more bytes than these can go: those that nobody reads but who saves them."""
+        saved = self._writes.pending_bytes if self._writes is not None else 0
+        return self._holdings.unread_bytes + self._lender.departing_bytes + saved
 
     def _space(self, node: Node) -> Space:
         return self._spaces[node.tree.namespace]
