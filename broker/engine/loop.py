@@ -207,6 +207,9 @@ class EngineLoop:
         promised = sum(row.memory.remaining for row in self._rows.values() if row.memory)
         assert self.ledger.used(Purpose.TAILS) == promised
         assert self.lane.statistics().batch.tails.used_bytes <= promised
+        for row in self.lane.rows:
+            assert row.memory is not None
+            assert row.memory.remaining == self._kv_bytes(row, self.lane.reads(row))
 
     def turn(self) -> bool:
         """Do the next piece of work; False if there is none."""
