@@ -126,8 +126,8 @@ class EngineLoop:
             raise
         self._restoring = Restoring(self._restored, post)
         if post is not None:
-            # An idle thread is to wake up for the next write.
-            self.cache.on_written = lambda: post(lambda: None)
+            # A resting thread is to wake up for the next write, and for who waits for its memory.
+            self.cache.on_written = lambda: post(lambda: self.scheduler.memory_changed())
         self.scheduler = Scheduler(
             self.cache.peek_prefix_len,
             max_rows=settings.max_rows,
