@@ -104,7 +104,7 @@ class Request(Struct, frozen=True, kw_only=True):
         check_sized("stop", self.stop)
         if len(self.stop) > MAX_STOPS or "" in self.stop:
             raise InvalidRequest(
-                f"{len(self.stop)} stop strings given; up to {MAX_STOPS} are taken, none of them "
+                f"{len(self.stop):,} stop strings given; up to {MAX_STOPS} are taken, none of them "
                 "empty"
             )
         for stop in self.stop:

@@ -186,6 +186,7 @@ class DecodeBatch:
         assert self._slabs.statistics().tails == len(seated)
         for seat in seated:
             assert seat.reach + seat.tail.used == seat.length
+            assert all(piece.extent.is_alive for piece in seat.path)
             assert not (seat.decodes and len(seat.ahead))
 
     def probe(self) -> tuple[mx.array, set[Asked]]:

@@ -57,6 +57,12 @@ class EngineStatistics(Struct, frozen=True, kw_only=True):
     pressure: PressureStatistics
 
 
+IDLE_SECONDS = 600.0
+"""What nobody has used for so long leaves RAM, once the cold tier has it and the engine rests."""
+
+LOOK_SECONDS = 60.0
+"""A resting engine looks for that so often."""
+
 CLOSE_SECONDS = 10.0
 """What writes to the cold tier get to end when the broker is closed."""
 
@@ -126,8 +132,8 @@ class EngineLoop:
             raise
         self._restoring = Restoring(self._restored, post)
         if post is not None:
-            # An idle thread is to wake up for the next write.
-            self.cache.on_written = lambda: post(lambda: None)
+            # A resting thread is to wake up for the next write, and for who waits for its memory.
+            self.cache.on_written = lambda: post(lambda: self.scheduler.memory_changed())
         self.scheduler = Scheduler(
             self.cache.peek_prefix_len,
             max_rows=settings.max_rows,
@@ -136,6 +142,7 @@ class EngineLoop:
             has_memory=self._may_run,
             computed=self._computed if self.lane.donates else None,
         )
+        self._looked_at = time.monotonic()
         self._memory = RowMemory(self.ledger, self.cache, self._kv_bytes)
         self._rows: dict[RequestId, Row] = {}
         self._watch = MemoryWatch(
@@ -214,6 +221,9 @@ class EngineLoop:
         promised = sum(row.memory.remaining for row in self._rows.values() if row.memory)
         assert self.ledger.used(Purpose.TAILS) == promised
         assert self.lane.statistics().batch.tails.used_bytes <= promised
+        for row in self.lane.rows:
+            assert row.memory is not None
+            assert row.memory.remaining == self._kv_bytes(row, self.lane.reads(row))
 
     def turn(self) -> bool:
         """Do the next piece of work; False if there is none."""
@@ -276,7 +286,7 @@ class EngineLoop:
             cache=self.cache.total_bytes,
         )
         if not self._watch.pauses:
-            self.scheduler.reconsider()
+            self.scheduler.memory_changed()
 
     def _preempt(self, nbytes: int) -> None:
         """Take memory from rows that run, once the cache has no more to give. None is taken yet."""
@@ -292,7 +302,7 @@ class EngineLoop:
     def _turn(self) -> bool:
         match self.scheduler.next():
             case None:
-                return self.cache.write_behind()
+                return self._rest()
             case Admit(request, not_worth_waiting):
                 row = self._rows[request]
                 self._endings.guarded(row, self._admit, not_worth_waiting)
@@ -308,6 +318,16 @@ class EngineLoop:
             case Decode():
                 self._decode()
         return True
+
+    def _rest(self) -> bool:
+        """What there is to do while nobody asks for anything; whether there is more of it."""
+        if self.cache.write_behind():
+            return True
+        now = time.monotonic()
+        if now - self._looked_at >= LOOK_SECONDS:
+            self._looked_at = now
+            self.cache.demote_idle(IDLE_SECONDS)
+        return False
 
     def _admit(self, row: Row, not_worth_waiting: bool) -> None:
         row.admitted = self._recorder.now()

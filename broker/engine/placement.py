@@ -47,7 +47,9 @@ class Placement:
         pairs = zip(seats, sharing.reach, strict=True)
         if not all(self._afford(seat, reach) for seat, reach in pairs if reach < seat.reach):
             # Slower where kernels take no more, but in the memory that there is.
-            sharing = share([seat.path for seat in seats], sum(len(seat.path) for seat in seats))
+            sharing = share([seat.path for seat in seats], None)
+            for seat in seats:
+                self._afford(seat, seat.reach)
         added: list[tuple[Seat, int, Sequence[Sequence[Segment]]]] = []
         for seat, reach in zip(seats, sharing.reach, strict=True):
             is_new = not seat.tail.capacity

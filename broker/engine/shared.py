@@ -81,7 +81,7 @@ class SharedDecoder:
             if not seat.segments:
                 seat.segments = path_segments(self._layout, seat.path)
             seat.cut_path(seat.path[-1].start)
-            self._shorten(row, seat.reach)
+            self._shorten(row, seat)
         row.caches = []
         self._seats[row], self._rows[seat] = seat, row
 
@@ -187,7 +187,8 @@ class SharedDecoder:
         """Whether there is memory for what a seat would read in its tail from now on."""
         if not self._afford(self._rows[seat], reach):
             return False
-        self._copied.add(seat)
+        if reach < seat.reach:
+            self._copied.add(seat)
         return True
 
     def _unpin(self) -> None:
@@ -196,13 +197,19 @@ class SharedDecoder:
             seat = self._copied.pop()
             row = self._rows[seat]
             if row.lease is not None and seat.reach < row.lease.length:
-                self._shorten(row, seat.reach)
+                self._shorten(row, seat)
 
-    def _shorten(self, row: Row, reach: int) -> None:
-        """Pin no more than what the row reads where it lies, if that is a usable length."""
+    def _shorten(self, row: Row, seat: Seat) -> None:
+        """Pin no more than what the row reads where it lies, if a lease on that is to be had."""
         assert row.lease is not None
-        if reach:
-            self._exchange(row, reach, lambda lease: lease.length == reach)
+        if seat.reach:
+            read = {piece.extent for piece in seat.path}
+
+            def keeps_all(lease: PromptLease) -> bool:
+                # The cache may have been cleared, and the same tokens stored again somewhere else.
+                return lease.length == seat.reach and read <= {r.extent for r in lease.ranges}
+
+            self._exchange(row, seat.reach, keeps_all)
         else:
             row.lease.release()
             row.lease = None

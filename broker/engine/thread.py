@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import anyio
@@ -13,12 +13,17 @@ from .mailbox import Courier, LoopGone, Reply
 
 Result = TypeVar("Result")
 
+REST_SECONDS = 60.0
+"""So long a thread without work sleeps at most before its worker gets a turn."""
+
 
 class Worker(Protocol):
     """What the thread runs. Made, used and closed in the thread alone."""
 
     def turn(self) -> bool:
-        """Do a bounded piece of work; False if there is nothing to do until the next command."""
+        """Do a bounded piece of work; False if there is nothing to do until the next command, or
+        for `REST_SECONDS`.
+        """
 
     def close(self) -> None:
         """Fail what is open and give everything back."""
@@ -146,7 +151,10 @@ class EngineThread(Generic[WorkerType]):
         while not self.stopping:
             if not wait and self._commands.empty():
                 return True
-            command = self._commands.get()
+            try:
+                command = self._commands.get(timeout=REST_SECONDS)
+            except Empty:
+                return True
             if command is not None:
                 command.run(worker)
             wait = False

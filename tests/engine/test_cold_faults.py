@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from mlx_swarm.broker import Broker, BrokerClosed, Completed, InvalidRequest
@@ -63,6 +64,38 @@ async def test_a_broker_without_work_goes_on_writing(
             await broker.complete(asked(agent))
         hold.set()
         await until(lambda: len(files(tmp_path)) >= 4)
+        await check_nothing_left(broker)
+
+
+async def test_a_request_waits_for_memory_that_is_still_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold, begun, create = threading.Event(), threading.Event(), Disk.create
+
+    def wait(self: Disk, path: Path) -> Any:
+        begun.set()
+        hold.wait(20)
+        return create(self, path)
+
+    monkeypatch.setattr(Disk, "create", wait)
+    async with tiny() as broker:
+        weights = (await broker.statistics()).engine.memory.committed["weights"]
+    # Room for one sequence and a row, or for a row twice as long.
+    memory = weights + int(2.4 * SEQUENCE_BYTES)
+    async with tiny(cold=tmp_path, memory=memory) as broker, anyio.create_task_group() as tasks:
+        await broker.complete(asked(1))
+        await until(begun.is_set)
+        ended = anyio.Event()
+
+        async def second() -> None:
+            await broker.complete(asked(2, tokens=200))
+            ended.set()
+
+        tasks.start_soon(second)
+        await anyio.sleep(0.3)
+        assert not ended.is_set()
+        hold.set()
+        await ended.wait()
         await check_nothing_left(broker)
 
 

@@ -1,12 +1,15 @@
 """The limit of the ledger is what the device has; rows run when their KV fits under it."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import mlx.core as mx
 import psutil
 import pytest
 
 from mlx_swarm.broker import Request
+from mlx_swarm.broker.cache.ledger import Purpose
+from mlx_swarm.broker.engine import sharing
 from mlx_swarm.broker.engine.kernels.launch import MAX_SPANS
 from mlx_swarm.broker.engine.memory import (
     RowMemory,
@@ -14,10 +17,11 @@ from mlx_swarm.broker.engine.memory import (
     device_limit,
     weight_bytes,
 )
+from mlx_swarm.broker.engine.row import Row
 from mlx_swarm.broker.errors import OutOfMemory
-from tests.engine.driver import Driver, assert_greedy
+from tests.engine.driver import Box, Driver, assert_greedy
 from tests.engine.test_shared import KINDS, model_of
-from tests.tiny_broker import SHARED, prompt
+from tests.tiny_broker import SHARED, prompt, reference
 
 GIB = 1 << 30
 LONGER = KINDS["llama"].replace("context=512", "context=1024")
@@ -43,6 +47,27 @@ def test_the_pool_is_bounded_while_a_broker_lives_and_never_widened(
     with bounded_pool(48 * GIB):
         assert limits[-1] == within
     assert limits[-1] == before
+
+
+@pytest.mark.parametrize("first_to_close", [0, 1])
+def test_the_pool_is_bounded_until_the_last_broker_is_closed(
+    monkeypatch: pytest.MonkeyPatch, first_to_close: int
+) -> None:
+    limits = [64 * GIB]
+
+    def set_cache_limit(limit: int) -> int:
+        limits.append(limit)
+        return limits[-2]
+
+    monkeypatch.setattr(mx, "set_cache_limit", set_cache_limit)
+    pools = [bounded_pool(48 * GIB), bounded_pool(32 * GIB)]
+    for pool in pools:
+        pool.__enter__()
+    assert limits[-1] == 2 * GIB
+    pools.pop(first_to_close).__exit__(None, None, None)
+    assert limits[-1] == (2 * GIB, 3 * GIB)[first_to_close]
+    pools.pop().__exit__(None, None, None)
+    assert limits[-1] == 64 * GIB
 
 
 @pytest.mark.parametrize(
@@ -144,4 +169,95 @@ def test_what_was_copied_is_pinned_no_longer() -> None:
     batch = driver.engine.statistics().lane.batch
     assert batch.spans == driver.engine.cache.statistics().leases == MAX_SPANS < batch.rows
     driver.run()
+    driver.check_idle()
+
+
+def test_a_lease_is_not_shortened_to_other_extents_than_the_row_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The cache was cleared, and what two rows read was stored once more by others."""
+    monkeypatch.setattr(sharing, "LEAST_OWN_SPAN", 16)
+    model = model_of("llama")
+    driver = Driver(model, chunk=128)
+    decoder: Any = driver.engine.lane._shared
+    decoder._batch._placement._max_spans = 3
+
+    def ask(family: int) -> Box:
+        tokens = [*SHARED, *(40 * family + at for at in range(30)), 9]
+        asked.append(Request(tokens=tokens, max_tokens=40, boundaries=(len(SHARED), 90)))
+        return driver.submit(asked[-1])
+
+    asked: list[Request] = []
+    boxes = [ask(0), ask(1)]
+    driver.decode_all(boxes, 2)
+    driver.engine.cache.clear()
+    boxes += [ask(2), ask(2)]
+    while driver.engine.turn():
+        driver.engine.check_integrity()
+    for request, box in zip(asked, boxes, strict=True):
+        assert box.error is None
+        assert_greedy(model, request.tokens, box.tokens)
+    driver.check_idle()
+
+
+def test_who_is_not_copied_after_all_is_promised_nothing_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two families that end in parts too short for a span; for one row there is no memory."""
+    monkeypatch.setattr(sharing, "LEAST_OWN_SPAN", 16)
+    afford = RowMemory.afford
+
+    def refusing(memory: RowMemory, row: Row, known: int) -> bool:
+        assert row.memory is not None
+        is_more = memory._need(row, known) > row.memory.remaining
+        return not (is_more and row.id == "request-3") and afford(memory, row, known)
+
+    monkeypatch.setattr(RowMemory, "afford", refusing)
+    model = model_of("llama")
+    driver = Driver(model, chunk=128)
+    decoder: Any = driver.engine.lane._shared
+    decoder._batch._placement._max_spans = 1
+    asked = [
+        Request(
+            tokens=[*((family + 7 * at) % 250 for at in range(50)), 9, 9],
+            max_tokens=20,
+            boundaries=(40, 50),
+        )
+        for family in (0, 0, 1, 1)
+    ]
+    boxes = [driver.submit(each) for each in asked]
+    while driver.engine.turn():
+        driver.engine.check_integrity()
+    for request, box in zip(asked, boxes, strict=True):
+        assert box.tokens == list(reference(model, request.tokens, 20))
+    driver.check_idle()
+
+
+def test_a_row_that_needs_no_more_is_never_refused() -> None:
+    model = model_of("llama")
+    driver = Driver(model, memory=weight_bytes(model) + 1_000_000)
+    box = driver.submit(Request(tokens=prompt(0), max_tokens=10))
+    driver.run(1)
+    # What is there is charged above the limit: another thread's, for one.
+    driver.engine.ledger.charge(Purpose.SPILLS, 1_000_000)
+    driver.run()
+    assert box.tokens == list(reference(model, prompt(0), 10))
+    driver.check_idle()
+
+
+def test_nothing_is_evicted_for_a_row_that_has_to_wait_all_the_same() -> None:
+    model = model_of("llama")
+    driver = Driver(model, memory=weight_bytes(model) + 150 * 3 * 2 * 2 * 16 * 4)
+    driver.submit(Request(tokens=SHARED[:20], max_tokens=1))
+    driver.run()
+    kept = driver.engine.cache.total_bytes
+    running = driver.submit(Request(tokens=[3] * 10, max_tokens=90))
+    driver.decode_all([running], 2)
+    waiting = driver.submit(Request(tokens=[5] * 60, max_tokens=60))
+    driver.run(5)
+    assert driver.engine.scheduler.statistics().queued == 1
+    assert driver.engine.cache.total_bytes == kept > 0
+    driver.run()
+    assert running.tokens == list(reference(model, [3] * 10, 90))
+    assert waiting.tokens == list(reference(model, [5] * 60, 60))
     driver.check_idle()

@@ -68,7 +68,7 @@ EXAMPLES: list[Event] = [
     Spilled(time=1.2, entry="e1", namespace="n", tokens=4, bytes=256, seconds=0.1),
     Demoted(time=1.2, entry="e1", namespace="n", tokens=4, bytes=256),
     Restored(time=1.3, entry="e1", namespace="n", tokens=4, length=9, bytes=256, seconds=0.1),
-    Quarantined(time=1.3, entry="e1", namespace="n", error="block 0 has a wrong checksum"),
+    Quarantined(time=1.3, entry="e1", namespace="n", bytes=9, error="block 0 has a wrong checksum"),
     Pressure(
         time=1.3,
         level="soft",
