@@ -193,7 +193,8 @@ async def test_a_folder_that_is_removed_is_filled_again(tmp_path: Path) -> None:
     async with tiny(cold=folder) as broker:
         later = [await broker.complete(asked(agent)) for agent in range(5)]
     assert first == again == [reply.tokens for reply in later]
-    assert later[-1].usage.cold_tokens
+    # Not each: the gate may find that computing is faster than this disk.
+    assert any(reply.usage.cold_tokens for reply in later)
 
 
 @pytest.mark.parametrize("cold", ["", 5, True, b"folder", [], "a\0b", "~nobody-of-that-name/kv"])
