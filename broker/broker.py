@@ -14,7 +14,7 @@ from msgspec import Struct
 from .backend import describe, require_mlx
 from .checks import check_range, check_text
 from .engine.mailbox import Mailbox
-from .engine.submission import Submission
+from .engine.submission import MAX_QUEUE, Submission
 from .engine.thread import EngineThread
 from .errors import BrokerClosed, EngineFailed, InvalidSetting, ModelUnreadable, SwarmError
 from .request import Completed, Message, Request, RequestId, StreamEvent, check_messages
@@ -46,7 +46,8 @@ class Broker:
     (default: what the device has), and requests wait for it in their order. `cold` is a folder in
     which prompts are kept beyond RAM and restarts, in files of at most `cold_limit` together.
 
-    At most `max_rows` requests run at a time; between two decode steps at most `prefill_chunk`
+    At most `max_rows` requests run at a time and `max_queue` more wait for their turn (see
+    `Request`); further ones end with `QueueFull`. Between two decode steps at most `prefill_chunk`
     prompt tokens are computed (default: as many as let running requests wait for 3.5 steps at most,
     by what was measured; while nothing decodes, half a second's worth). `trace` is a file for the
     trace events; `progress` is called, in the engine thread, while the model loads.
@@ -65,6 +66,7 @@ class Broker:
         cold_limit: int | str = "20GiB",
         dtype: str | None = None,
         max_rows: int = 32,
+        max_queue: int = MAX_QUEUE,
         prefill_chunk: int | None = None,
         trace: str | os.PathLike[str] | None = None,
         progress: "Callable[[Progress], None] | None" = None,
@@ -73,7 +75,7 @@ class Broker:
         self._memory = 0 if memory is None else parse_size(memory)
         self._cold = None if cold is None else _folder(cold)
         self._cold_bytes = parse_size(cold_limit)
-        counts = {"max_rows": max_rows}
+        counts = {"max_rows": max_rows, "max_queue": max_queue}
         if prefill_chunk is not None:
             counts["prefill_chunk"] = prefill_chunk
         for name, value in counts.items():
@@ -83,6 +85,7 @@ class Broker:
         self._model = model
         self._dtype = dtype
         self._max_rows = max_rows
+        self._max_queue = max_queue
         self._prefill_chunk = prefill_chunk
         self._trace = trace
         self._progress = progress
@@ -98,7 +101,8 @@ class Broker:
         """Start a request and iterate over its events: `Started`, `Delta`s, `Completed`.
 
         Raises `InvalidRequest` for what can be seen without the model. What takes the model to see
-        (`ContextOverflow` above all) is raised by the iteration, before anything has changed.
+        (`ContextOverflow` above all), and `QueueFull`, is raised by the iteration, before anything
+        has changed.
         """
         request.validate()
         thread = self._running()
@@ -197,6 +201,7 @@ class Broker:
                 self._memory,
                 self._cold,
                 self._cold_bytes,
+                self._max_queue,
             )
 
             def post(run: Callable[[], None]) -> None:

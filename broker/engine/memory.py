@@ -66,6 +66,10 @@ class RowMemory:
             need = self._need(row, self._known(row))
         self._promise(row, need)
 
+    def shortage(self, row: Row) -> tuple[int, int]:
+        """Bytes that a row needs, and bytes that it could have now."""
+        return self._need(row, self._known(row)), self._ledger.available(Purpose.TAILS)
+
     def settle(self, row: Row, known: int) -> None:
         """A row decodes now over `known` tokens of the cache: keep no more than it needs."""
         self.release(row)

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import anyio
@@ -19,6 +19,9 @@ class Worker(Protocol):
 
     def turn(self) -> bool:
         """Do a bounded piece of work; False if there is nothing to do until the next command."""
+
+    def patience(self) -> float | None:
+        """Seconds after which there may be something to do without a command; None for never."""
 
     def close(self) -> None:
         """Fail what is open and give everything back."""
@@ -146,7 +149,10 @@ class EngineThread(Generic[WorkerType]):
         while not self.stopping:
             if not wait and self._commands.empty():
                 return True
-            command = self._commands.get()
+            try:
+                command = self._commands.get(timeout=worker.patience() if wait else None)
+            except Empty:
+                return True
             if command is not None:
                 command.run(worker)
             wait = False

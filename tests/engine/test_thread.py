@@ -30,6 +30,9 @@ class Counting:
         self.work = max(self.work - 1, 0)
         return self.work > 0
 
+    def patience(self) -> float | None:
+        return None
+
     def close(self) -> None:
         assert threading.get_ident() == self.thread
         self.closed = True
