@@ -98,15 +98,27 @@ async def test_requests_carry_the_names_and_the_settings_of_their_swarm() -> Non
     broker = FakeBroker()
     sampling = Sampling(temperature=0.5)
     swarm = Swarm(
-        broker, name="review", max_tokens=9, stop=["\n"], tenant="t", sampling=sampling, cache=False
+        broker,
+        name="review",
+        max_tokens=9,
+        stop=["\n"],
+        tenant="t",
+        sampling=sampling,
+        priority=-2,
+        deadline=60,
+        cache=False,
     )
     async with swarm:
         await swarm.spawn("one", name="editor")
-        await swarm.spawn("two", max_tokens=3, stop=[], sampling=Sampling())
+        await swarm.spawn(
+            "two", max_tokens=3, stop=[], sampling=Sampling(), priority=4, deadline=0.5
+        )
     first, second = broker.requests
     assert (first.agent, first.swarm, first.tenant, first.cache) == ("editor", "review", "t", False)
     assert (first.max_tokens, first.stop, first.sampling) == (9, ("\n",), sampling)
+    assert (first.priority, first.deadline) == (-2, 60)
     assert (second.max_tokens, second.stop, second.sampling) == (3, (), Sampling())
+    assert (second.priority, second.deadline) == (4, 0.5)
 
 
 async def test_seeds_follow_from_the_swarm_the_name_and_the_turn() -> None:
@@ -392,6 +404,8 @@ async def test_a_later_agent_hits_what_an_earlier_one_left() -> None:
         ({"seed": "x"}, "seed is 'x'"),
         ({"tenant": None}, "tenant is None"),
         ({"cache": "no"}, "cache is 'no'"),
+        ({"priority": 11}, "priority is 11"),
+        ({"deadline": 0}, "deadline is 0"),
     ],
 )
 def test_a_setting_that_no_turn_could_run_with_is_refused_at_once(
