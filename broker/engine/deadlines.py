@@ -29,11 +29,15 @@ class Deadlines:
         """A request is over, whether or not it had a deadline."""
         self._times.pop(request, None)
         if len(self._heap) > 2 * len(self._times) + FEW:
-            self._heap = [item for item in self._heap if item[2] in self._times]
+            self._heap = [item for item in self._heap if self._is_open(item)]
             heapq.heapify(self._heap)
 
     def next(self) -> tuple[float, RequestId] | None:
         """The next deadline and whose it is."""
-        while self._heap and self._heap[0][2] not in self._times:
+        while self._heap and not self._is_open(self._heap[0]):
             heapq.heappop(self._heap)
         return (self._heap[0][0], self._heap[0][2]) if self._heap else None
+
+    def _is_open(self, item: tuple[float, int, RequestId]) -> bool:
+        time, _, request = item
+        return self._times.get(request) == time

@@ -32,9 +32,6 @@ those who come together would get their first token as late as the last of them.
 AGING_SECONDS = 10.0
 """What a level of priority is worth in waiting, and how often a turn goes by age alone."""
 
-DEPTH = 3
-"""Tenant, swarm, agent."""
-
 SCAN_AT_LEAST = 16
 
 Clock = Callable[[], float]
@@ -281,7 +278,7 @@ class FairQueue(Generic[ClaimType]):
             first = self._held.get(priority) or self._aged(priority, now)
             if first is not None:
                 yield first
-            for claim in self._by_service(self._waiting[priority], DEPTH):
+            for claim in self._by_service(self._waiting[priority]):
                 if claim is not first:
                     yield claim
 
@@ -300,12 +297,13 @@ class FairQueue(Generic[ClaimType]):
         waiting = (claim for claim in self.claims if claim.priority == priority)
         return next(claim for claim in waiting if claim not in self._front)
 
-    def _by_service(self, level: dict[Any, Any], depth: int) -> Iterator[ClaimType]:
-        if not depth:
-            yield from list(level)
-            return
-        for account in sorted(level, key=self._quanta):
-            yield from self._by_service(level[account], depth - 1)
+    def _by_service(self, tenants: dict[Any, Any]) -> Iterator[ClaimType]:
+        for tenant in sorted(tenants, key=self._quanta):
+            swarms = tenants[tenant]
+            for swarm in sorted(swarms, key=self._quanta):
+                agents = swarms[swarm]
+                for agent in sorted(agents, key=self._quanta):
+                    yield from list(agents[agent])
 
 
 def _steps(claim: Claim) -> tuple[Any, ...]:

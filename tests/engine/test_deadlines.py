@@ -1,6 +1,6 @@
 """Deadlines: the next one first, those that were discarded forgotten."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_swarm.broker.engine.deadlines import FEW, Deadlines
@@ -10,6 +10,7 @@ from tests.engine.scheduling import FakeEngine
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.floats(0, 100), st.booleans()), max_size=80))
+@settings(deadline=None)
 def test_the_next_deadline_is_the_earliest_of_those_that_are_open(
     steps: list[tuple[int, float, bool]],
 ) -> None:
@@ -37,6 +38,7 @@ LIVES = st.lists(
 
 
 @given(LIVES, st.integers(1, 3), st.sampled_from([80, 1 << 30]))
+@settings(deadline=None)
 def test_who_is_past_its_deadline_ends_at_once_whatever_its_state(
     lives: list[tuple[int, int | None, int]], rows: int, room: int
 ) -> None:

@@ -120,7 +120,7 @@ async def test_an_idle_engine_wakes_up_for_a_deadline(
         await broker.complete(request(0))
         await broker.flush()
     async with tiny(cold=tmp_path) as broker:
-        with anyio.fail_after(20):
+        with anyio.fail_after(10):
             error = await outcome(broker.stream(request(0, deadline=0.2)))
         assert isinstance(error, DeadlineExceeded)
         hold.set()
