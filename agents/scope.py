@@ -5,7 +5,7 @@ from anyio.abc import TaskGroup
 from msgspec import Struct
 
 from mlx_swarm.broker.checks import check_kind
-from mlx_swarm.broker.request import Request, Sampling
+from mlx_swarm.broker.request import Grammar, Request, Sampling
 
 from .events import EventFeed
 from .interface import SwarmBroker
@@ -17,6 +17,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     swarm: str
     max_tokens: int = 256
     sampling: Sampling = Sampling()
+    grammar: Grammar | None = None
     stop: tuple[str, ...] = ()
     logprobs: bool = False
     top_logprobs: int = 0
@@ -34,6 +35,7 @@ class Settings(Struct, frozen=True, kw_only=True):
             text="a task",
             max_tokens=self.max_tokens,
             sampling=self.sampling,
+            grammar=self.grammar,
             stop=self.stop,
             logprobs=self.logprobs,
             top_logprobs=self.top_logprobs,

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from mlx_swarm.broker.checks import check_kind, check_text, check_whole
 from mlx_swarm.broker.errors import InvalidRequest, SwarmClosed
-from mlx_swarm.broker.request import Sampling, Usage
+from mlx_swarm.broker.request import Grammar, Sampling, Usage
 
 from .agent import Agent, check_task
 from .events import EventFeed, EventStream
@@ -29,11 +29,11 @@ class Swarm:
     running. An agent's failure is its own: it reaches whoever awaits that agent, the others go on.
 
     `concurrency` bounds the turns that are with the broker at one time; a broker lets about a
-    thousand wait (`max_queue`). `max_tokens`, `sampling`, `stop`, `logprobs`, `top_logprobs`,
-    `priority` and `deadline` hold for every turn, as in a `Request`; a deadline runs from when the
-    turn is with the broker. With `seed`, or a
-    seed in `sampling`, a turn's own seed is derived from that seed, the agent's name and the number
-    of the turn. `tenant` separates caches; `cache=False` neither reads nor writes the cache.
+    thousand wait (`max_queue`). `max_tokens`, `sampling`, `grammar`, `stop`, `logprobs`,
+    `top_logprobs`, `priority` and `deadline` hold for every turn, as in a `Request`; a deadline
+    runs from when the turn is with the broker. With `seed`, or a seed in `sampling`, a turn's own
+    seed is derived from that seed, the agent's name and the number of the turn. `tenant` separates
+    caches; `cache=False` neither reads nor writes the cache.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Swarm:
         concurrency: int | None = None,
         max_tokens: int = 256,
         sampling: Sampling = GREEDY,
+        grammar: Grammar | None = None,
         stop: Iterable[str] = (),
         logprobs: bool = False,
         top_logprobs: int = 0,
@@ -66,6 +67,7 @@ class Swarm:
             swarm=name,
             max_tokens=max_tokens,
             sampling=sampling,
+            grammar=grammar,
             stop=_several("stop", stop),
             logprobs=logprobs,
             top_logprobs=top_logprobs,
@@ -88,6 +90,7 @@ class Swarm:
         name: str | None = None,
         max_tokens: int | None = None,
         sampling: Sampling | None = None,
+        grammar: Grammar | None = None,
         stop: Iterable[str] | None = None,
         priority: int | None = None,
         deadline: float | None = None,
@@ -104,6 +107,8 @@ class Swarm:
             settings = replace(settings, max_tokens=max_tokens)
         if sampling is not None:
             settings = replace(settings, sampling=sampling)
+        if grammar is not None:
+            settings = replace(settings, grammar=grammar)
         if stop is not None:
             settings = replace(settings, stop=_several("stop", stop))
         if priority is not None:

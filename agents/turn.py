@@ -130,6 +130,7 @@ class Turn:
             boundaries=prompt.boundaries,
             max_tokens=settings.max_tokens,
             sampling=sampling,
+            grammar=settings.grammar,
             stop=settings.stop,
             logprobs=settings.logprobs,
             top_logprobs=settings.top_logprobs,

@@ -20,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 
 from bench import decode_model
-from bench.attention_cases import Case, Layer, attend, errors, make
+from bench.attention_cases import Case, Layer, attend, error_floor, errors, make
 from bench.runner import compare, machine
 from mlx_swarm.broker.engine.kernels import launch
 from mlx_swarm.broker.engine.kernels.source import SpanVariant
@@ -90,7 +90,7 @@ def accuracy() -> Iterator[dict[str, Any]]:
                 layer.plan.made.clear()
                 row |= {name: ours, "stock": stock}
             worst = max(value for key, value in row.items() if key not in ("dtype", "deviation"))
-            yield row | {"ok": worst <= 2 * max(row["stock"], 1e-6 if dtype != "float32" else 1e-4)}
+            yield row | {"ok": worst <= 2 * max(row["stock"], error_floor(dtype))}
 
 
 def _implementations(geometry: Geometry) -> Iterator[str]:

@@ -90,6 +90,13 @@ def whole_context(layer: Layer, row: int) -> tuple[mx.array, mx.array]:
     return mx.concatenate([k for k, _ in parts], 1), mx.concatenate([v for _, v in parts], 1)
 
 
+def error_floor(dtype: str) -> float:
+    """The least error that counts as one of stock attention: in float32 a merged log-sum-exp of 30
+    is rounded by 2e-6 already.
+    """
+    return 1e-5 if dtype == "float32" else 1e-6
+
+
 def errors(layer: Layer, out: mx.array, rows: list[int]) -> tuple[float, float]:
     """The worst head's error of these rows, ours and stock attention's, relative to its norm.
 

@@ -82,7 +82,8 @@ class Accuracy(Struct, frozen=True, kw_only=True, tag=True):
     def bars(self) -> Iterable[Bar]:
         for deviation, ours, stock in zip(self.deviations, self.ours, self.stock, strict=True):
             value = ours / max(stock, self.floor)
-            what = f"error over stock attention's, deviation {deviation:g}"
+            counted = "" if stock >= self.floor else f", counted as {self.floor:g}"
+            what = f"error over stock attention's{counted}, deviation {deviation:g}"
             yield Bar(what, value, ACCURACY_BAR)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from bench.attention import DEVIATIONS
-from bench.attention_cases import Case, attend, errors, make
+from bench.attention_cases import Case, attend, error_floor, errors, make
 from bench.runner import compare
 from bench.swarm_decode import (
     Measure,
@@ -81,7 +81,7 @@ def accuracy(setup: Setup, shared: int) -> Accuracy:
         deviations=tuple(map(float, DEVIATIONS)),
         ours=tuple(ours),
         stock=tuple(stock),
-        floor=1e-4 if setup.geometry.dtype == "float32" else 1e-6,
+        floor=error_floor(setup.geometry.dtype),
     )
 
 

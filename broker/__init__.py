@@ -26,6 +26,7 @@ from .errors import UnsupportedCacheKind as UnsupportedCacheKind
 from .request import Completed as Completed
 from .request import Delta as Delta
 from .request import FinishReason as FinishReason
+from .request import Grammar as Grammar
 from .request import Message as Message
 from .request import Request as Request
 from .request import RequestId as RequestId

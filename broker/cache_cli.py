@@ -60,6 +60,8 @@ def verify(folder: FolderOption = None) -> None:
     for key, fault in verified.faults.items():
         typer.echo(f"{key}: {fault}", err=True)
     typer.echo(f"{verified.files:,} files with {format_bytes(verified.bytes)} are whole")
+    if verified.foreign:
+        typer.echo(f"{verified.foreign:,} files are of another version or program")
     if verified.faults:
         raise CacheError(f"{len(verified.faults):,} files are not")
 

@@ -11,6 +11,8 @@ from msgspec import Struct, field
 
 from .checks import check_kind, check_range, check_sized, check_text, check_whole
 from .errors import InvalidRequest
+from .grammar import Grammar as Grammar
+from .sampling import Sampling as Sampling
 
 RequestId = NewType("RequestId", str)
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -30,29 +32,6 @@ class Message(Struct, frozen=True):
     content: str
 
 
-class Sampling(Struct, frozen=True, kw_only=True):
-    """How the next token is chosen. Temperature 0 is greedy; the other fields then have no effect.
-
-    `seed` fixes the whole sequence whatever else runs beside it; without one, each request draws
-    its own.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-
-    def validate(self) -> None:
-        """Raise `InvalidRequest` for a value of a wrong kind or outside its range, NaN included."""
-        check_range("temperature", self.temperature, 0.0, 100.0)
-        check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        check_range("min_p", self.min_p, 0.0, 1.0)
-        check_whole("top_k", self.top_k, 0, "0 (off) or more")
-        if self.seed is not None:
-            check_kind("seed", self.seed, int, "a whole number")
-
-
 class Request(Struct, frozen=True, kw_only=True):
     """One prompt to be continued.
 
@@ -66,6 +45,9 @@ class Request(Struct, frozen=True, kw_only=True):
     a turn all the same. With a `deadline` the request ends with `DeadlineExceeded` if it is not
     complete so many seconds after its submission; what it computed stays in the cache.
 
+    With a `grammar` the output keeps to it, and ends with the reason `stop` when it is complete;
+    what `max_tokens` cuts off is a beginning of something complete.
+
     With `logprobs` every output token comes with a `TokenLogprob`, with `top_logprobs` (up to 20)
     also with that many of the likeliest tokens in its place.
     """
@@ -75,6 +57,7 @@ class Request(Struct, frozen=True, kw_only=True):
     tokens: Sequence[int] = ()
     max_tokens: int = 256
     sampling: Sampling = Sampling()
+    grammar: Grammar | None = None
     stop: Sequence[str] = ()
     logprobs: bool = False
     top_logprobs: int = 0
@@ -90,6 +73,7 @@ class Request(Struct, frozen=True, kw_only=True):
         """Raise `InvalidRequest` for anything that can be seen to be wrong without a model."""
         self._check_prompt()
         check_whole("max_tokens", self.max_tokens, 1, "at least 1")
+        self._check_sampling()
         self._check_stops()
         self._check_logprobs()
         check_sized("boundaries", self.boundaries)
@@ -103,8 +87,6 @@ class Request(Struct, frozen=True, kw_only=True):
         if self.deadline is not None:
             check_range("deadline", self.deadline, 0.0, MAX_DEADLINE, open_low=True)
         check_kind("cache", self.cache, bool, "True or False")
-        check_kind("sampling", self.sampling, Sampling, "a Sampling")
-        self.sampling.validate()
 
     def _check_prompt(self) -> None:
         forms = ("messages", "text", "tokens")
@@ -117,13 +99,25 @@ class Request(Struct, frozen=True, kw_only=True):
         check_messages(self.messages)
         check_text("text", self.text or "")
 
+    def _check_sampling(self) -> None:
+        check_kind("sampling", self.sampling, Sampling, "a Sampling")
+        self.sampling.validate()
+        if self.grammar is not None:
+            check_kind("grammar", self.grammar, Grammar, "a Grammar")
+            self.grammar.validate()
+        if self.sampling.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {self.sampling.min_tokens}; max_tokens is {self.max_tokens}, which "
+                "is less"
+            )
+
     def _check_stops(self) -> None:
         if isinstance(self.stop, str):
             raise InvalidRequest(f"stop is the text {self.stop!r}; it must be a list of strings")
         check_sized("stop", self.stop)
         if len(self.stop) > MAX_STOPS or "" in self.stop:
             raise InvalidRequest(
-                f"{len(self.stop)} stop strings given; up to {MAX_STOPS} are taken, none of them "
+                f"{len(self.stop):,} stop strings given; up to {MAX_STOPS} are taken, none of them "
                 "empty"
             )
         for stop in self.stop:
@@ -190,9 +184,9 @@ class TokenLogprob(Struct, frozen=True):
     """The natural logarithm of an output token's probability, and the likeliest tokens there.
 
     Probabilities are the model's own, of the whole vocabulary: the log-softmax of its logits in
-    float32, before temperature, `top_p`, `top_k` and `min_p`. `top` holds pairs of a token and its
-    log-probability, as many as were asked for, the likeliest first; the output token need not be
-    among them.
+    float32, before anything that the request's sampling and grammar do to them. `top` holds pairs
+    of a token and its log-probability, as many as were asked for, the likeliest first; the output
+    token need not be among them.
     """
 
     token: int

@@ -200,6 +200,8 @@ async def test_generation_ends_where_the_context_does() -> None:
         ({"tokens": ["a"]}, InvalidRequest, "must be integers"),
         ({"text": "also"}, InvalidRequest, "tokens"),
         ({"max_tokens": 0}, InvalidRequest, "max_tokens is 0"),
+        ({"max_tokens": -1}, InvalidRequest, "max_tokens is -1"),
+        ({"stop": ["x"] * 10_000}, InvalidRequest, "10,000"),
         ({"stop": [""]}, InvalidRequest, "stop strings"),
         ({"stop": "END"}, InvalidRequest, "must be a list of strings"),
         ({"boundaries": ["a"]}, InvalidRequest, "a boundary is 'a'; it must be a whole number"),

@@ -1,12 +1,17 @@
 """`mlx-swarm cache`: what it prints, and that it touches nothing but what it is told to."""
 
+import os
 from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from typer.testing import CliRunner
 
 from mlx_swarm.broker.cache.ssd import SsdStore
+from mlx_swarm.broker.cache.ssd.disk import Disk
+from mlx_swarm.broker.cache.ssd.names import LOCK, VERSION
 from mlx_swarm.broker.cache_cli import app
 from mlx_swarm.broker.errors import CacheError
 from tests.cache.ssd.folders import CAP, files, store_all
@@ -47,6 +52,35 @@ def test_verifies_every_byte(folder: Path) -> None:
     assert len(files(folder)) == 3
 
 
+@pytest.mark.parametrize("size", [0, 300, -1])
+def test_verifies_also_what_no_index_has(folder: Path, size: int) -> None:
+    path = files(folder)[0]
+    os.truncate(path, size % path.stat().st_size)
+    with pytest.raises(CacheError, match="1 files are not"):
+        output("verify", "-C", str(folder))
+
+
+def test_tells_files_of_others_from_broken_ones(folder: Path) -> None:
+    path = files(folder)[0]
+    path.write_bytes(path.read_bytes().replace(b'format":"1"', b'format":"9"'))
+    assert "1 files are of another version" in output("verify", "-C", str(folder))
+
+
+def test_a_file_that_goes_meanwhile_is_no_fault(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = files(folder)[0]
+
+    def open_others(self: Disk, path: Path, do: Any = Disk.open) -> FileIO:
+        if path == gone:
+            raise FileNotFoundError(path)
+        return cast("FileIO", do(self, path))
+
+    monkeypatch.setattr(Disk, "open", open_others)
+    assert output("verify", "-C", str(folder)).startswith("2 files with")
+    assert output("show", gone.name[:40], "-C", str(folder)) == ""
+
+
 def test_removes_a_namespace_or_all(folder: Path) -> None:
     namespace = output("ls", "-C", str(folder)).splitlines()[1].split()[0]
     assert output("rm", namespace, "-C", str(folder)) == "removed 1 files\n"
@@ -72,6 +106,14 @@ def test_says_what_it_cannot_do(folder: Path, arguments: Sequence[str], said: st
 
 def test_removes_nothing_that_a_broker_uses(folder: Path) -> None:
     with SsdStore(folder, CAP), pytest.raises(CacheError, match="another process"):
+        output("rm", "--all", "-C", str(folder))
+    assert len(files(folder)) == 3
+
+
+def test_says_why_nothing_can_be_removed(folder: Path) -> None:
+    (folder / VERSION / LOCK).unlink()
+    (folder / VERSION / LOCK).mkdir()
+    with pytest.raises(CacheError, match="Is a directory"):
         output("rm", "--all", "-C", str(folder))
     assert len(files(folder)) == 3
 

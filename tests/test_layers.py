@@ -17,8 +17,11 @@ LAYERS = (
         "broker.errors",
         "broker.affinity",
         "broker.interrupts",
+        "broker.threads",
         "broker.backend",
         "broker.checks",
+        "broker.sampling",
+        "broker.grammar",
         "broker.request",
     ),
     ("broker.trace",),
@@ -35,6 +38,8 @@ FRONTS = ("broker", "agents", "")
 
 WITHOUT_MLX = (
     "broker/request.py",
+    "broker/sampling.py",
+    "broker/grammar.py",
     "broker/checks.py",
     "broker/errors.py",
     "broker/affinity.py",

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from mlx_swarm.broker import Broker as Broker
     from mlx_swarm.broker import Completed as Completed
     from mlx_swarm.broker import Delta as Delta
+    from mlx_swarm.broker import Grammar as Grammar
     from mlx_swarm.broker import Message as Message
     from mlx_swarm.broker import Request as Request
     from mlx_swarm.broker import Sampling as Sampling
@@ -18,6 +19,7 @@ _HOMES = {
     "Broker": "mlx_swarm.broker",
     "Completed": "mlx_swarm.broker",
     "Delta": "mlx_swarm.broker",
+    "Grammar": "mlx_swarm.broker",
     "Message": "mlx_swarm.broker",
     "Request": "mlx_swarm.broker",
     "Sampling": "mlx_swarm.broker",

@@ -45,6 +45,11 @@ class Holdings:
         return sum(self._slack.values())
 
     @property
+    def unread_bytes(self) -> int:
+        """Bytes that no clone reads: no more than these can go."""
+        return self.total_bytes - sum(extent.nbytes for extent in self._leased)
+
+    @property
     def allowed_bytes(self) -> int:
         """What the ledger would let extents take in addition."""
         return self._ledger.available(Purpose.EXTENTS) if self._ledger else 1 << 62

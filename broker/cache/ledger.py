@@ -50,6 +50,12 @@ class Reservation:
         """
         self._ledger._commit(self, self.remaining if nbytes is None else nbytes)
 
+    def resize(self, nbytes: int) -> None:
+        """Promise so many bytes instead of those that remain; fewer always are granted. Raises
+        `OutOfMemory` and changes nothing.
+        """
+        self._ledger._resize(self, nbytes)
+
     def cancel(self) -> None:
         """Give back what remains; harmless when repeated."""
         self._ledger._cancel(self)
@@ -106,9 +112,7 @@ class Ledger:
         """Promise bytes before they are taken. Raises `OutOfMemory` and changes nothing."""
         assert nbytes >= 0, nbytes
         with self._lock:
-            if nbytes > self._available(purpose):
-                self._refusals += 1
-                raise OutOfMemory(self._refusal(purpose, nbytes))
+            self._require(purpose, nbytes)
             reservation = Reservation(self, purpose, nbytes)
             self._reserved[purpose] += nbytes
             self._open.add(reservation)
@@ -165,6 +169,16 @@ class Ledger:
             self._committed[reservation.purpose] += nbytes
             self._note_peak()
 
+    def _resize(self, reservation: Reservation, nbytes: int) -> None:
+        assert reservation in self._open
+        more = nbytes - reservation.remaining
+        with self._lock:
+            if more > 0:
+                self._require(reservation.purpose, more)
+            reservation.remaining = nbytes
+            self._reserved[reservation.purpose] += more
+            self._note_peak()
+
     def _cancel(self, reservation: Reservation) -> None:
         with self._lock:
             self._reserved[reservation.purpose] -= reservation.remaining
@@ -179,6 +193,11 @@ class Ledger:
         if purpose in self._limits:
             free = min(free, self._limits[purpose] - self.used(purpose))
         return max(0, free)
+
+    def _require(self, purpose: Purpose, nbytes: int) -> None:
+        if nbytes > self._available(purpose):
+            self._refusals += 1
+            raise OutOfMemory(self._refusal(purpose, nbytes))
 
     def _note_peak(self) -> None:
         self._peak = max(self._peak, self._taken())

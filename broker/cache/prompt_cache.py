@@ -354,6 +354,11 @@ class PromptCache:
         return self._holdings.allowed_bytes
 
     @property
+    def is_writing(self) -> bool:
+        """Whether something is on its way to the cold tier; it may leave RAM once it is there."""
+        return self._writes is not None and self._writes.pending_bytes > 0
+
+    @property
     def hits(self) -> int:
         """Takes that RAM could serve, whatever the cold tier had."""
         return sum(space.counts["hits"] for space in self._spaces.values())

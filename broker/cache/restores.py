@@ -194,7 +194,11 @@ class Restores:
         if isinstance(error, CorruptFile):
             self._reporter.emit(
                 lambda now: Quarantined(
-                    time=now, entry=match.name, namespace=space.name, error=str(error)
+                    time=now,
+                    entry=match.name,
+                    namespace=space.name,
+                    bytes=match.bytes,
+                    error=str(error),
                 )
             )
         _log.error("dropped the unusable cold entry %s: %s", match.name, restoration.error)

@@ -72,13 +72,15 @@ class Room:
         others; whether that is so.
 
         What is on its way out (to a sink, or to the cold tier) may exceed the budget by as much as
-        may be in flight.
+        may be in flight. For others nothing goes that would not be enough.
         """
         target = self.max_bytes - needed
         needed += elsewhere
         # What is released while room is made must not make room by itself.
         if self._is_making or self._fits(target, needed, 0):
             return True
+        if elsewhere and self._holdings.allowed_bytes + self._most_going() < needed:
+            return False
         holdings, self._is_making = self._holdings, True
         try:
             self._evict_until(lambda: self._fits(target, needed, holdings.reclaimable_bytes))
@@ -249,6 +251,11 @@ class Room:
         gone = reclaimable + self._lender.departing_bytes
         stays = self._holdings.total_bytes - gone
         return stays <= target and self._holdings.allowed_bytes + gone >= needed
+
+    def _most_going(self) -> int:
+        """No more bytes than these can go: those that nobody reads but who saves them."""
+        saved = self._writes.pending_bytes if self._writes is not None else 0
+        return self._holdings.unread_bytes + self._lender.departing_bytes + saved
 
     def _space(self, node: Node) -> Space:
         return self._spaces[node.tree.namespace]

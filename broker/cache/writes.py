@@ -20,7 +20,7 @@ MAX_FAILURES = 3
 """So many writes in a row may fail before the store is declared unavailable."""
 
 RETRY_SECONDS = 30.0
-"""How long after a failure an unavailable store is tried again."""
+"""How long after a failure an unavailable store is tried again, and any store by `begin_wanted`."""
 
 _log = logging.getLogger(__name__)
 
@@ -102,7 +102,8 @@ class ColdWrites:
         while self._wanted:
             node, space = next(iter(self._wanted.items()))
             if self._lacks(node):
-                if not self.is_available or not self.begin(space, node):
+                is_early = self._clock() < self._retry_at
+                if is_early or not self.is_available or not self.begin(space, node):
                     return False
                 space.counts["spills"] += 1
                 del self._wanted[node]
@@ -120,14 +121,14 @@ class ColdWrites:
             return False
         lease = self._lender.lend(space, node, Plan(prompt_tokens=node.stop, ram_tokens=node.stop))
         self._writing.add(node)
-        return self._submit(lease, _Write(node, start, size, self._clock()))
+        return self._submit(lease, self._write(space, node, start, size))
 
     def begin_unshelved(self, lease: PromptLease) -> bool:
         """Offer an entry that was never in RAM; it is lost if the store does not take it."""
         size = sum(cache.nbytes for cache in lease.caches)
         if not self._has_room_for(size):
             return False
-        return self._submit(lease, _Write(None, 0, size, self._clock()))
+        return self._submit(lease, self._write(None, None, 0, size))
 
     def drain(self) -> bool:
         """Take note of writes that ended; whether nodes may leave RAM that could not before."""
@@ -146,17 +147,21 @@ class ColdWrites:
                 if write.node is not None and write.node.span is not None:
                     self._refused.add(write.node)
                 freed = True
-            elif not isinstance(error, ColdStoreBusy):
-                self._failed(error)
+            else:
+                if not isinstance(error, ColdStoreBusy):
+                    self._failed(error)
+                self._want_again(write)
         return freed or was_available != self.is_available
 
-    def cover(self, node: Node, start: int = 0) -> None:
-        """The store has tokens [start, end of node) and the node's checkpoint."""
+    def cover(self, node: Node, start: int = 0, losses: int | None = None) -> None:
+        """The store has tokens [start, end of node) and the node's checkpoint, or had them when
+        its losses were so many.
+        """
         if node.span is None:
             return
         if node.checkpoint is not None:
             self._marked.add(node)
-        losses = self._store.losses
+        losses = self._store.losses if losses is None else losses
         self._covered.update((each, losses) for each in node.path() if each.start >= start)
 
     def divided(self, upper: Node, lower: Node) -> None:
@@ -192,6 +197,9 @@ class ColdWrites:
     def _has_room_for(self, size: int) -> bool:
         return not self.pending_bytes or self.pending_bytes + size <= self.limit
 
+    def _write(self, space: Space | None, node: Node | None, start: int, size: int) -> "_Write":
+        return _Write(space, node, start, size, self._clock(), self._store.losses)
+
     def _submit(self, lease: PromptLease, write: "_Write") -> bool:
         self._writes[lease] = write
         self.pending_bytes += write.bytes
@@ -205,14 +213,20 @@ class ColdWrites:
             return False
         return True
 
+    def _want_again(self, write: "_Write") -> None:
+        space, node = write.space, write.node
+        if space is not None and node is not None and node.span is not None:
+            self.want(space, node)
+
     def _succeeded(self, lease: PromptLease, write: "_Write") -> None:
         if self._failures >= MAX_FAILURES:
             _log.warning("the cold store is available again")
-        self._failures = 0
+        self._failures, self._retry_at = 0, 0.0
         node = write.node
         if node is None or node.span is None:
             return
-        self.cover(node, write.start)
+        # By the time this is noted, what was written may have made room for what came later.
+        self.cover(node, write.start, write.losses)
         self._reporter.emit(
             lambda now: Spilled(
                 time=now,
@@ -248,10 +262,13 @@ def _is_usable(node: Node) -> bool:
 
 
 class _Write(NamedTuple):
+    space: Space | None
     node: Node | None
     start: int
     bytes: int
     begun: float
+    losses: int
+    """Of the store, before it was offered this."""
 
 
 _Outcome = tuple[PromptLease, Exception | None]

@@ -8,8 +8,10 @@ from ..cache.prefix_hash import Tokens, as_tokens
 from ..errors import ContextOverflow, InvalidRequest
 from ..models import LoadedModel, namespace_digest
 from ..request import Request
+from ..sampling import Sampling
+from .grammar import Grammars
 from .row import Row
-from .sampling import SeedSource, sampler_for
+from .sampling import SeedSource, SpecialTokens, sampler_for
 from .submission import Submission
 from .text import TextStream
 
@@ -20,6 +22,8 @@ class Admission:
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
         self._vocabulary = vocabulary_of(model)
+        self._special = special_tokens_of(model)
+        self._grammars = Grammars(model, self._vocabulary, self._special.ends)
         self._seeds = SeedSource()
 
     def row_for(self, submission: Submission) -> Row:
@@ -27,7 +31,13 @@ class Admission:
         request = submission.request
         prompt, boundaries = self._prompt(request)
         self._check(prompt)
-        room = self._model.context_length - len(prompt)
+        self._check_bias(request.sampling)
+        max_tokens = min(request.max_tokens, self._model.context_length - len(prompt))
+        special, grammar = self._special, None
+        if request.grammar is not None:
+            grammar = self._grammars.start(request.grammar, request.sampling.min_tokens)
+            # It knows itself when an end is too early.
+            special = special._replace(ends=())
         return Row(
             submission.id,
             request,
@@ -35,10 +45,19 @@ class Admission:
             prompt=prompt,
             boundaries=(*boundaries, *request.boundaries),
             namespace=namespace_digest(self._model.identity, tenant=request.tenant),
-            max_tokens=min(request.max_tokens, room),
-            sampler=sampler_for(request.sampling, self._seeds),
-            text=TextStream(self._model.new_detokenizer(), request.stop),
+            max_tokens=max_tokens,
+            sampler=sampler_for(
+                request.sampling,
+                self._seeds,
+                prompt=prompt,
+                max_tokens=max_tokens,
+                special=special,
+            ),
+            text=TextStream(
+                self._model.new_detokenizer(), request.stop, request.sampling.min_tokens
+            ),
             submitted=submission.submitted,
+            grammar=grammar,
         )
 
     def _prompt(self, request: Request) -> tuple[Tokens, tuple[int, ...]]:
@@ -65,9 +84,24 @@ class Admission:
                 f"0 to {self._vocabulary - 1}"
             )
 
+    def _check_bias(self, sampling: Sampling) -> None:
+        highest = max(sampling.logit_bias, default=0)
+        if highest >= self._vocabulary:
+            raise InvalidRequest(
+                f"logit_bias has the token {highest}; the vocabulary of {self._model.name} is "
+                f"0 to {self._vocabulary - 1}"
+            )
+
 
 def vocabulary_of(model: LoadedModel) -> int:
     """How many token ids the model has embeddings for."""
     config: dict[str, Any] = model.config
     size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     return int(size or len(model.tokenizer))
+
+
+def special_tokens_of(model: LoadedModel) -> SpecialTokens:
+    """The tokens that end the model's output; xtc keeps them and, as in mlx-lm, line breaks."""
+    ends = tuple(sorted(e for e in model.tokenizer.eos_token_ids if e < vocabulary_of(model)))
+    breaks = model.tokenizer.encode("\n", add_special_tokens=False)
+    return SpecialTokens(ends, tuple(sorted({*ends, *breaks})))

@@ -69,6 +69,7 @@ class BatchLane:
 
     A method that raises leaves the lane usable; the row it was called for is then given up with
     `discard`. If `step` raises, all `rows` of the batch are lost: `reset` starts an empty one.
+    `afford` asks for the memory of a row that reads only so many tokens where the cache holds them.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class BatchLane:
         cache: PromptCache,
         max_rows: int,
         on_prefilled: Callable[[int, float], None] = lambda tokens, seconds: None,
+        afford: Callable[[Row, int], bool] = lambda row, reach: True,
     ) -> None:
         self._guard = ThreadGuard()
         self._guard.check()
@@ -87,7 +89,9 @@ class BatchLane:
         layout = self._verdict.layout
         self._ahead = Ahead(on_prefilled)
         self._shared = (
-            SharedDecoder(model, cache, self._verdict, self._ahead) if layout is not None else None
+            SharedDecoder(model, cache, self._verdict, self._ahead, afford)
+            if layout is not None
+            else None
         )
         self._decoder: Decoder = self._shared or ReplicatedDecoder(model, max_rows)
 
@@ -144,6 +148,12 @@ class BatchLane:
     def holds(self, row: Row) -> bool:
         """Whether the row has been taken into the batch."""
         return self._decoder.holds(row)
+
+    def reads(self, row: Row) -> int:
+        """How many tokens a row reads where the cache holds them."""
+        if self._shared is not None and self._shared.holds(row):
+            return self._shared.reads(row)
+        return row.lease.length if row.lease is not None else 0
 
     @property
     def donates(self) -> bool:

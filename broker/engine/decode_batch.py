@@ -22,9 +22,10 @@ from ..cache.layout import Layout, TokenLeaf
 from ..request import TokenLogprob
 from .ahead import TILE_TOGETHER, Ahead
 from .batch_caches import Asked, BatchCache, StepState
+from .grammar import choose_by_grammar
 from .kernels.launch import MAX_SPANS
 from .logprobs import StepLogprobs, step_logprobs
-from .placement import Placement
+from .placement import Afford, Placement
 from .sampling import sample
 from .seat import Seat, SeatRow, States, zero_states
 from .sharing import Piece, Sharing
@@ -54,12 +55,16 @@ class PrefillLimits(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    """A dispatched step: the tokens chosen `[rows]`, the states after it, what rows ask to know."""
+    """A dispatched step: the tokens chosen `[rows]`, the states after it, what rows ask to know.
+
+    `logits` are kept while rows with a grammar have not chosen.
+    """
 
     seats: list[Seat]
     tokens: mx.array
     states: States
     logprobs: StepLogprobs
+    logits: mx.array | None
 
 
 class DecodeBatch:
@@ -72,12 +77,13 @@ class DecodeBatch:
         limits: PrefillLimits | None = None,
         max_spans: int = MAX_SPANS,
         ahead: Ahead | None = None,
+        afford: Afford = lambda seat, reach: True,
     ) -> None:
         self._model = model
         self._layout = layout
         self._limits = limits or PrefillLimits()
         self._ahead = ahead or Ahead()
-        self._placement = Placement(layout, max_spans)
+        self._placement = Placement(layout, max_spans, afford)
         self._slabs = self._placement.slabs
         self._parked: dict[Seat, None] = {}
         self._joining: list[Seat] = []
@@ -117,7 +123,7 @@ class DecodeBatch:
         that is asked for; the next step is on its way.
         """
         if self._flight is None:
-            self._flight = self._dispatch()
+            self._flight = _complete(self._dispatch())
         current = self._read = self._flight
         if current is None:
             return []
@@ -128,7 +134,10 @@ class DecodeBatch:
         for seat, token, logprob in zip(current.seats, tokens, logprobs, strict=True):
             if not seat.left:
                 seat.outputs.append(token)
+                if seat.grammar is not None:
+                    seat.grammar.read(token)
                 received.append((seat, token, logprob))
+        self._flight = _complete(self._flight)
         return received
 
     def row(self, seat: Seat) -> SeatRow:
@@ -177,6 +186,7 @@ class DecodeBatch:
         assert self._slabs.statistics().tails == len(seated)
         for seat in seated:
             assert seat.reach + seat.tail.used == seat.length
+            assert all(piece.extent.is_alive for piece in seat.path)
             assert not (seat.decodes and len(seat.ahead))
 
     def probe(self) -> tuple[mx.array, set[Asked]]:
@@ -233,13 +243,16 @@ class DecodeBatch:
         if not seats:
             return None
         logits, states = self._forward(seats, self._next_state(seats))
-        tokens = sample(logits, [seat.sampler for seat in seats])
-        logprobs = step_logprobs(logits, tokens, [seat.top_logprobs for seat in seats])
+        later = any(seat.grammar is not None for seat in seats)
+        tokens = sample(logits, [seat.sampler if seat.grammar is None else None for seat in seats])
+        asking = [] if later else [seat.top_logprobs for seat in seats]
+        logprobs = step_logprobs(logits, tokens, asking)
         for seat in seats:
             seat.sampled += 1
         held = [array for leaf in states for array in leaf if array is not None]
-        mx.async_eval(tokens, logprobs.arrays, self._slabs.arrays, held)
-        return _Flight(seats, tokens, states, logprobs)
+        kept = [logits] if later else []
+        mx.async_eval(tokens, logprobs.arrays, self._slabs.arrays, held, kept)
+        return _Flight(seats, tokens, states, logprobs, logits if later else None)
 
     def _take_seats(self) -> list[Seat]:
         """The rows of the next step, each with room in its tail."""
@@ -308,6 +321,16 @@ class DecodeBatch:
         for seat in seats:
             seat.tail.used += 1
         return self._state
+
+
+def _complete(flight: _Flight | None) -> _Flight | None:
+    """Let the rows with a grammar choose: it has read all tokens before those of this step."""
+    if flight is None or flight.logits is None:
+        return flight
+    tokens = choose_by_grammar(flight.logits, flight.tokens, flight.seats)
+    logprobs = step_logprobs(flight.logits, tokens, [seat.top_logprobs for seat in flight.seats])
+    mx.async_eval(tokens, logprobs.arrays)
+    return flight._replace(tokens=tokens, logprobs=logprobs, logits=None)
 
 
 def _tiles(parts: Sequence[tuple[Seat, int]], size: int) -> Iterator[list[tuple[Seat, int]]]:

@@ -20,6 +20,7 @@ class Endings:
     """Hands tokens to the readers of open rows, and ends rows: all forget them, readers hear of it.
 
     `rows` are the open ones; those that ended leave it. `usage` is what these cost together.
+    `ends` are the tokens that end an output and are no text.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class Endings:
         scheduler: Scheduler,
         memory: RowMemory,
         recorder: Recorder,
+        ends: frozenset[int],
     ) -> None:
         self.usage = Usage()
         self._rows = rows
@@ -36,6 +38,7 @@ class Endings:
         self._scheduler = scheduler
         self._memory = memory
         self._recorder = recorder
+        self._ends = ends
 
     def receive(self, tokens: Sequence[RowToken], now: float) -> None:
         """Hand on the tokens of a step, and end the rows that got their last one."""
@@ -103,12 +106,14 @@ class Endings:
         sampler = row.sampler
         if type(sampler) is RowSampler and sampler.error is not None:
             raise sampler.error
+        if row.grammar is not None and row.grammar.error is not None:
+            raise row.grammar.error
         if row.first_token is None:
             row.first_token = now
             self._recorder.note(events.FirstToken, request=row.id)
         row.output.append(token)
         stream = row.text
-        text = "" if reason == "stop" else stream.add(token)
+        text = "" if token in self._ends else stream.add(token)
         if (logprob := received.logprob) is None:
             row.mailbox.put(Delta(row.id, text, (token,)))
         else:

@@ -5,6 +5,8 @@ that fails ends the rows of that step; the loop goes on.
 """
 
 import logging
+import math
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -53,6 +55,12 @@ class EngineStatistics(Struct, frozen=True, kw_only=True):
     cache: CacheStatistics
     memory: LedgerStatistics
 
+
+IDLE_SECONDS = 600.0
+"""What nobody has used for so long leaves RAM, once the cold tier has it and the engine rests."""
+
+LOOK_SECONDS = 60.0
+"""A resting engine looks for that so often."""
 
 CLOSE_SECONDS = 10.0
 """What writes to the cold tier get to end when the broker is closed."""
@@ -109,7 +117,13 @@ class EngineLoop:
         self._pool = ExitStack()
         self._pool.enter_context(bounded_pool(self.ledger.limit))
         try:
-            self.lane = BatchLane(model, self.cache, settings.max_rows, self._note_prefill)
+            self.lane = BatchLane(
+                model,
+                self.cache,
+                settings.max_rows,
+                self._note_prefill,
+                lambda row, reach: self._memory.afford(row, reach),
+            )
         except BaseException:
             self._pool.close()
             if self._cold is not None:
@@ -117,8 +131,8 @@ class EngineLoop:
             raise
         self._restoring = Restoring(self._restored, post)
         if post is not None:
-            # An idle thread is to wake up for the next write.
-            self.cache.on_written = lambda: post(lambda: None)
+            # A resting thread is to wake up for the next write, and for who waits for its memory.
+            self.cache.on_written = lambda: post(lambda: self.scheduler.memory_changed())
         self.scheduler = Scheduler(
             self.cache.peek_prefix_len,
             max_rows=settings.max_rows,
@@ -128,9 +142,17 @@ class EngineLoop:
             has_memory=lambda request: self._memory.is_granted(self._rows[request]),
             computed=self._computed if self.lane.donates else None,
         )
+        self._looked_at = time.monotonic()
         self._memory = RowMemory(self.ledger, self.cache, self._kv_bytes)
         self._rows: dict[RequestId, Row] = {}
-        self._endings = Endings(self._rows, self.lane, self.scheduler, self._memory, recorder)
+        self._endings = Endings(
+            self._rows,
+            self.lane,
+            self.scheduler,
+            self._memory,
+            recorder,
+            ends=frozenset(model.tokenizer.eos_token_ids),
+        )
 
     def submit(self, submission: Submission) -> None:
         """Queue a request, or fail it before anything has changed."""
@@ -207,6 +229,10 @@ class EngineLoop:
         self.ledger.check_integrity()
         promised = sum(row.memory.remaining for row in self._rows.values() if row.memory)
         assert self.ledger.used(Purpose.TAILS) == promised
+        assert self.lane.statistics().batch.tails.used_bytes <= promised
+        for row in self.lane.rows:
+            assert row.memory is not None
+            assert row.memory.remaining == self._kv_bytes(row, self.lane.reads(row))
 
     def turn(self) -> bool:
         """Do the next piece of work; False if there is none."""
@@ -219,17 +245,19 @@ class EngineLoop:
                 self._endings.fail(row, error)
             return True
 
-    def patience(self) -> float | None:
-        """Seconds until a deadline is over, with nothing else to do."""
+    def patience(self) -> float:
+        """Seconds until the next deadline is over."""
         deadline = self.scheduler.next_deadline()
-        return None if deadline is None else max(deadline - self._recorder.now(), 0.0)
+        return math.inf if deadline is None else max(deadline - self._recorder.now(), 0.0)
 
     def close(self) -> None:
         """Fail what is open as closed, release every lease, end the lane, the tiers and the trace.
 
-        Writes to the cold tier get some seconds to end.
+        Writes to the cold tier get `CLOSE_SECONDS` to end; a disk that hangs keeps nobody longer
+        than that and the store's last seconds.
         """
         self._guard.check()
+        deadline = time.monotonic() + CLOSE_SECONDS
         for row in list(self._rows.values()):
             with suppress(Exception):  # the reader is told first of all
                 self._endings.fail(
@@ -239,17 +267,23 @@ class EngineLoop:
             last.callback(self._pool.close)
             last.callback(self._recorder.close)
             if self._cold is not None:
-                last.callback(self._cold.close)
+                cold = self._cold
+                last.callback(lambda: cold.close(_left(deadline)))
             last.callback(self.cache.clear)
-            last.callback(self._restoring.close)
+            last.callback(lambda: self._restoring.close(_left(deadline)))
             if self._cold is not None:
-                last.callback(self.cache.flush, CLOSE_SECONDS)
+                last.callback(lambda: self._flush_last(_left(deadline)))
             last.callback(self.lane.close)
+
+    def _flush_last(self, seconds: float) -> None:
+        left = self.cache.flush(seconds)
+        if left.writes:
+            _log.warning("closed before %d sequences (%d bytes) were on disk", *left)
 
     def _turn(self) -> bool:
         match self.scheduler.next():
             case None:
-                return self.cache.write_behind()
+                return self._rest()
             case Admit(request, not_worth_waiting):
                 row = self._rows[request]
                 self._endings.guarded(row, self._admit, not_worth_waiting)
@@ -296,6 +330,16 @@ class EngineLoop:
             agent_tokens=round(standing.agent),
             others=standing.queued,
         )
+
+    def _rest(self) -> bool:
+        """What there is to do while nobody asks for anything; whether there is more of it."""
+        if self.cache.write_behind():
+            return True
+        now = time.monotonic()
+        if now - self._looked_at >= LOOK_SECONDS:
+            self._looked_at = now
+            self.cache.demote_idle(IDLE_SECONDS)
+        return False
 
     def _admit(self, row: Row, not_worth_waiting: bool) -> None:
         now = self._recorder.now()
@@ -434,7 +478,7 @@ class EngineLoop:
         self._settle(row)
 
     def _settle(self, row: Row) -> None:
-        self._memory.settle(row, row.lease.length if row.lease is not None else 0)
+        self._memory.settle(row, self.lane.reads(row))
 
     def _join(self, row: Row) -> None:
         self.lane.join(row)
@@ -457,3 +501,7 @@ class EngineLoop:
             self._pace.note_step(now - began)
             self._recorder.note(events.DecodeStep, rows=len(tokens), seconds=now - began)
         self._endings.receive(tokens, now)
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())

@@ -1,5 +1,7 @@
 """Memory of the running rows: what the device has, and what each row may come to need of it."""
 
+import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +15,8 @@ from ..cache.prompt_cache import PromptCache
 from ..errors import OutOfMemory
 from ..models import LoadedModel
 from .row import Row
+
+_log = logging.getLogger(__name__)
 
 POOL_SHARE = 16
 """MLX's pool of freed memory may be one part in so many of all memory."""
@@ -45,12 +49,13 @@ class RowMemory:
     def is_granted(self, row: Row) -> bool:
         """Promise a row its memory, if it is to be had now.
 
-        True also where no row has any: waiting would change nothing, so `require` has to say so.
+        True also where no row has any and nothing is being written that could leave the cache then:
+        waiting would change nothing, so `require` has to say so.
         """
         try:
             self.require(row)
         except OutOfMemory:
-            return not self._rows
+            return not self._rows and not self._cache.is_writing
         except Exception:  # while room was made: `require` meets it again, for this row alone
             return True
         return True
@@ -70,10 +75,28 @@ class RowMemory:
         """Bytes that a row needs, and bytes that it could have now."""
         return self._need(row, self._known(row)), self._ledger.available(Purpose.TAILS)
 
+    def afford(self, row: Row, known: int) -> bool:
+        """Promise a row no more and no less than it needs where it reads `known` tokens in the
+        cache, if that is to be had; else it keeps what it has.
+        """
+        try:
+            self.settle(row, known)
+        except OutOfMemory:
+            return False
+        except Exception:  # while room was made; nobody's step is to fail for this
+            _log.exception("no room could be made for what request %s is to copy", row.id)
+            return False
+        return True
+
     def settle(self, row: Row, known: int) -> None:
-        """A row decodes now over `known` tokens of the cache: keep no more than it needs."""
-        self.release(row)
-        self._promise(row, self._need(row, known))
+        """A row reads `known` tokens in the cache from now on: promise it what it needs then, no
+        more. Raises `OutOfMemory`, never where it needs less than it has.
+        """
+        need = self._need(row, known)
+        more = need - (row.memory.remaining if row.memory is not None else 0)
+        if more > self._ledger.available(Purpose.TAILS):
+            self._cache.give_way(more)
+        self._promise(row, need)
 
     def release(self, row: Row) -> None:
         """Take back what was promised to a row. Doing so again is harmless."""
@@ -88,6 +111,9 @@ class RowMemory:
         return self._cache.peek_prefix_len(row.prompt, row.namespace)
 
     def _promise(self, row: Row, need: int) -> None:
+        if row.memory is not None:
+            row.memory.resize(need)
+            return
         row.memory = self._ledger.reserve(Purpose.TAILS, need)
         self._rows += 1
 
@@ -99,13 +125,41 @@ def bounded_pool(limit: int) -> Iterator[None]:
     What is too much it gives back piece by piece. Without a bound long prompts leave tens of GB in
     sizes that nobody needs, and emptying the pool at once takes as long as ten decode steps.
     """
-    before = mx.set_cache_limit(limit // POOL_SHARE)
-    if before < limit // POOL_SHARE:
-        mx.set_cache_limit(before)
+    bound = limit // POOL_SHARE
+    _pool.add(bound)
     try:
         yield
     finally:
-        mx.set_cache_limit(before)
+        _pool.remove(bound)
+
+
+class _PoolBounds:
+    """The bounds of all engines of this process, of which the least counts; without any MLX's pool
+    is as it was before the first.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bounds: list[int] = []
+        self._before = 0
+
+    def add(self, bound: int) -> None:
+        with self._lock:
+            if not self._bounds:
+                self._before = mx.set_cache_limit(bound)
+            self._bounds.append(bound)
+            self._set()
+
+    def remove(self, bound: int) -> None:
+        with self._lock:
+            self._bounds.remove(bound)
+            self._set()
+
+    def _set(self) -> None:
+        mx.set_cache_limit(min([self._before, *self._bounds]))
+
+
+_pool = _PoolBounds()
 
 
 def weight_bytes(model: LoadedModel) -> int:

@@ -1,6 +1,6 @@
 """Where the KV of a batch's rows lies in a step: the spans that they share, and their own tails."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -15,14 +15,22 @@ from .shared_attention import Span
 from .sharing import Sharing, share
 from .slabs import TailSlabs
 
+Afford = Callable[[Seat, int], bool]
+"""Asks for the memory of a seat that reads only so many tokens where they lie."""
+
 
 class Placement:
-    """The slabs of a batch, and the spans of its steps: at most `max_spans` in each."""
+    """The slabs of a batch, and the spans of its steps: at most `max_spans` in each, unless what
+    they leave out cannot be copied: `afford` says so.
+    """
 
-    def __init__(self, layout: Layout, max_spans: int) -> None:
+    def __init__(
+        self, layout: Layout, max_spans: int, afford: Afford = lambda seat, reach: True
+    ) -> None:
         self.slabs = TailSlabs(layout)
         self._layout = layout
         self._max_spans = max_spans
+        self._afford = afford
         self._spans: dict[tuple[Extent, int, int, int], Span] = {}
 
     def serving(self, seats: Sequence[Seat]) -> Sharing | None:
@@ -36,6 +44,12 @@ class Placement:
         """
         if sharing is None:
             sharing = self._share(seats)
+        pairs = zip(seats, sharing.reach, strict=True)
+        if not all(self._afford(seat, reach) for seat, reach in pairs if reach < seat.reach):
+            # Slower where kernels take no more, but in the memory that there is.
+            sharing = share([seat.path for seat in seats], None)
+            for seat in seats:
+                self._afford(seat, seat.reach)
         added: list[tuple[Seat, int, Sequence[Sequence[Segment]]]] = []
         for seat, reach in zip(seats, sharing.reach, strict=True):
             is_new = not seat.tail.capacity

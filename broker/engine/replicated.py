@@ -16,6 +16,7 @@ from ..request import TokenLogprob
 from .decode_batch import DecodeStatistics
 from .logprobs import StepLogprobs, step_logprobs
 from .row import Row, RowToken
+from .sampling import RowSampler
 
 
 class ReplicatedDecoder:
@@ -48,13 +49,18 @@ class ReplicatedDecoder:
             name = type(unbatchable).__name__
             raise EngineFailed(f"{name} cannot be batched with history; no other lane exists yet")
         watcher = None if row.top_logprobs is None else _Watcher(row.sampler, row.top_logprobs)
+        processors: list[Any] = [watcher.process] if watcher else []
+        if isinstance(row.sampler, RowSampler) and row.sampler.penalties is not None:
+            processors.append(row.sampler.process)
+        if row.grammar is not None:
+            processors.append(row.grammar.process)
         (uid,) = self._generator.insert(
             [row.prompt[-1:].tolist()],
             max_tokens=[row.max_tokens],
             caches=[caches],
             all_tokens=[row.prompt[:-1].tolist()],
             samplers=[watcher.sample if watcher else row.sampler],
-            logits_processors=[[watcher.process] if watcher else []],
+            logits_processors=[processors],
         )
         self._rows[uid] = row
         if watcher:
@@ -118,7 +124,10 @@ class ReplicatedDecoder:
             self._forget(response.uid)
             self._ended[row] = response.all_tokens, response.prompt_cache
         logprob = watcher.next(response.token) if watcher else None
-        return RowToken(row, response.token, response.finish_reason, logprob)
+        finished = row.grammar is not None and row.grammar.finished
+        return RowToken(
+            row, response.token, "stop" if finished else response.finish_reason, logprob
+        )
 
     def _forget(self, uid: int) -> None:
         del self._rows[uid]

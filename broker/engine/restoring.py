@@ -5,9 +5,12 @@ memory then what it wanted, or most of it.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
 
 from ..cache.restores import Restoration
+from ..errors import BrokerClosed
+from ..threads import Threads
 from .row import Row
 
 Post = Callable[[Callable[[], None]], None]
@@ -25,7 +28,7 @@ class Restoring:
         self._post = post
         self._current: tuple[Restoration, Row] | None = None
         self._later: list[Row] = []
-        self._readers = ThreadPoolExecutor(1, "mlx-swarm-restore") if post is not None else None
+        self._readers = Threads(1, "mlx-swarm-wait") if post is not None else None
 
     @property
     def is_busy(self) -> bool:
@@ -43,7 +46,9 @@ class Restoring:
         post = self._post
 
         def tell(_: Future[None]) -> None:
-            post(self._done)
+            # A reading that hung may end after the engine.
+            with suppress(BrokerClosed):
+                post(self._done)
 
         self._readers.submit(restoration.run).add_done_callback(tell)
 
@@ -51,10 +56,10 @@ class Restoring:
         """Let a row wait until the reading under way has ended."""
         self._later.append(row)
 
-    def close(self) -> None:
-        """Wait for the reading under way; nobody hears of it."""
+    def close(self, timeout: float) -> None:
+        """Wait for the reading under way, at most `timeout` seconds; nobody hears of it."""
         if self._readers is not None:
-            self._readers.shutdown(wait=True, cancel_futures=True)
+            self._readers.close(timeout)
         self._current, self._later = None, []
 
     def _done(self) -> None:

@@ -9,6 +9,7 @@ from ..cache.ledger import Reservation
 from ..cache.plan import Plan
 from ..cache.prefix_hash import Tokens
 from ..request import Request, RequestId, TokenLogprob, Usage
+from .grammar import GrammarState
 from .mailbox import Mailbox
 from .text import TextStream
 
@@ -33,6 +34,7 @@ class Row:
         sampler: Any,
         text: TextStream,
         submitted: float,
+        grammar: GrammarState | None = None,
     ) -> None:
         self.id = request_id
         self.request = request
@@ -42,6 +44,7 @@ class Row:
         self.namespace = namespace
         self.max_tokens = max_tokens
         self.sampler = sampler
+        self.grammar = grammar
         self.text = text
         self.plan: Plan | None = None
         self.lease: PromptLease | None = None

@@ -229,7 +229,7 @@ class Scheduler:
         del self._restoring[entry]
         entry.state = _State.QUEUED
         self._enqueue(entry, front=True)
-        self._memory_changed()
+        self.memory_changed()
 
     def prefilled(self, request: RequestId, position: int, *, lasting: bool = False) -> bool:
         """The request's prompt is computed up to `position`. Whether it decodes from now on.
@@ -255,7 +255,7 @@ class Scheduler:
         for follower in entry.followers:
             follower.waits = kept
         self._due.pop(entry, None)
-        self._memory_changed()
+        self.memory_changed()
         if entry.state is _State.DECODING:
             entry.stored = max(entry.stored, *entry.followers.values(), 0)
             self._free_followers(entry)
@@ -276,7 +276,12 @@ class Scheduler:
             place.pop(entry, None)
         entry.close()
         self._deadlines.discard(request)
-        self._memory_changed()
+        self.memory_changed()
+
+    def memory_changed(self) -> None:
+        """There may be more memory now, or more in it: who waits is looked at again."""
+        self._memory_version += 1
+        self._undecided = True
 
     def statistics(self) -> SchedulerStatistics:
         """How many requests are in which state."""
@@ -460,7 +465,3 @@ class Scheduler:
         self._free_followers(entry)
         self._undecided = True
         return True
-
-    def _memory_changed(self) -> None:
-        self._memory_version += 1
-        self._undecided = True

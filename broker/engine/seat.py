@@ -11,6 +11,7 @@ from ..cache.layout import Layout, StateLeaf
 from ..cache.prefix_hash import Tokens
 from ..cache.runs import Runs, intersect_runs
 from ..cache.segments import Segment, coverage, select
+from .grammar import GrammarState
 from .sharing import Piece
 from .slabs import Tail, TailSlabs
 
@@ -22,13 +23,13 @@ class Seat:
     """What a decode batch knows of a row.
 
     `path` are the pieces of extents that it reads where they lie, up to position `reach`; its tail
-    holds [reach, length). `length` counts the tokens that were forwarded, those in flight
-    included; `ahead` are those of the prompt that are to be computed before the row decodes, and
-    `token` is the prompt's last one, the first that a decode step forwards. `segments` and
-    `states`, by leaf, are where its KV is before it has a tail; without segments all of it is on
-    the path. `sampled` counts the tokens chosen, of at most `max_tokens`; `outputs` are those that
-    were read. `top_logprobs` is how many alternatives come with each token's log-probability, None
-    for no log-probabilities.
+    holds [reach, length). `length` counts the tokens that were forwarded, those in flight included;
+    `ahead` are those of the prompt that are to be computed before the row decodes, and `token` is
+    the prompt's last one, the first that a decode step forwards. `segments` and `states`, by leaf,
+    are where its KV is before it has a tail; without segments all of it is on the path. `sampled`
+    counts the tokens chosen, of at most `max_tokens`; `outputs` are those that were read. `grammar`
+    is what they keep to, if anything. `top_logprobs` is how many alternatives come with each
+    token's log-probability, None for no log-probabilities.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Seat:
         max_tokens: int,
         sampler: Any,
         ahead: Sequence[int] | Tokens = (),
+        grammar: GrammarState | None = None,
         top_logprobs: int | None = None,
     ) -> None:
         self.path = tuple(path)
@@ -52,6 +54,7 @@ class Seat:
         self.token = token
         self.max_tokens = max_tokens
         self.sampler = sampler
+        self.grammar = grammar
         self.top_logprobs = top_logprobs
         self.reach = path[-1].stop if path else 0
         own = length - self.reach + len(ahead) + 1

@@ -22,13 +22,20 @@ from .sharing import Piece, is_worth_a_span
 class SharedDecoder:
     """Computes rows in a `DecodeBatch`. After a `step` that raised, `reset` starts anew.
 
-    Short rests of prompts are computed there too, those of many rows at once.
+    Short rests of prompts are computed there too, those of many rows at once. `afford` asks for
+    the memory of a row that reads only so many tokens where the cache holds them.
     """
 
     def __init__(
-        self, model: LoadedModel, cache: PromptCache, verdict: BatchVerdict, ahead: Ahead
+        self,
+        model: LoadedModel,
+        cache: PromptCache,
+        verdict: BatchVerdict,
+        ahead: Ahead,
+        afford: Callable[[Row, int], bool],
     ) -> None:
         assert verdict.layout is not None
+        self._afford = afford
         self._ahead = ahead
         self._model = model
         self._cache = cache
@@ -38,6 +45,7 @@ class SharedDecoder:
         self._seats: dict[Row, Seat] = {}
         self._rows: dict[Seat, Row] = {}
         self._ended: set[Row] = set()
+        self._copied: set[Seat] = set()
         self._batch = self._new_batch()
 
     @property
@@ -73,7 +81,7 @@ class SharedDecoder:
             if not seat.segments:
                 seat.segments = path_segments(self._layout, seat.path)
             seat.cut_path(seat.path[-1].start)
-            self._shorten(row, seat.reach)
+            self._shorten(row, seat)
         row.caches = []
         self._seats[row], self._rows[seat] = seat, row
 
@@ -82,6 +90,7 @@ class SharedDecoder:
         self._batch.prefill([(self._seats[row], stop - row.position) for row, stop in parts])
         for row, stop in parts:
             row.position = stop
+        self._unpin()
 
     def join(self, row: Row) -> None:
         """Let a row whose prompt is computed decode."""
@@ -107,12 +116,15 @@ class SharedDecoder:
         """One token for each row (none for rows that joined just now)."""
         rows, stops = self._rows, self._stops
         received: list[RowToken] = []
-        for seat, token, logprob in self._batch.step():
+        tokens = self._batch.step()
+        self._unpin()
+        for seat, token, logprob in tokens:
             row = rows.get(seat)
             if row is None:
                 continue
             reason: FinishReason | None = None
-            if token in stops:
+            finished = seat.grammar is not None and seat.grammar.finished
+            if token in stops or finished:
                 reason = "stop"
             elif len(seat.outputs) == seat.max_tokens:
                 reason = "length"
@@ -124,6 +136,10 @@ class SharedDecoder:
     def holds(self, row: Row) -> bool:
         """Whether the row was taken in, and not removed."""
         return row in self._seats
+
+    def reads(self, row: Row) -> int:
+        """How many tokens a row that was taken in reads where the cache holds them."""
+        return self._seats[row].reach
 
     def computed(self, row: Row) -> tuple[Tokens, SeatRow]:
         """What of a row was forwarded, and the row as it can be put."""
@@ -138,11 +154,12 @@ class SharedDecoder:
         self._ended.discard(row)
         if seat is not None:
             del self._rows[seat]
+            self._copied.discard(seat)
             self._batch.remove(seat)
 
     def reset(self) -> None:
         """Drop all rows, after a step that failed."""
-        self._seats, self._rows, self._ended = {}, {}, set()
+        self._seats, self._rows, self._ended, self._copied = {}, {}, set(), set()
         self._batch = self._new_batch()
 
     def close(self) -> None:
@@ -166,11 +183,33 @@ class SharedDecoder:
             # No more than it has computed itself, whoever stored more of the same prompt.
             self._exchange(row, row.position, lambda lease: lease.length > leased)
 
-    def _shorten(self, row: Row, reach: int) -> None:
-        """Pin no more than what the row reads where it lies, if that is a usable length."""
+    def _may_copy(self, seat: Seat, reach: int) -> bool:
+        """Whether there is memory for what a seat would read in its tail from now on."""
+        if not self._afford(self._rows[seat], reach):
+            return False
+        if reach < seat.reach:
+            self._copied.add(seat)
+        return True
+
+    def _unpin(self) -> None:
+        """Give back what rows have leased and copied."""
+        while self._copied:
+            seat = self._copied.pop()
+            row = self._rows[seat]
+            if row.lease is not None and seat.reach < row.lease.length:
+                self._shorten(row, seat)
+
+    def _shorten(self, row: Row, seat: Seat) -> None:
+        """Pin no more than what the row reads where it lies, if a lease on that is to be had."""
         assert row.lease is not None
-        if reach:
-            self._exchange(row, reach, lambda lease: lease.length == reach)
+        if seat.reach:
+            read = {piece.extent for piece in seat.path}
+
+            def keeps_all(lease: PromptLease) -> bool:
+                # The cache may have been cleared, and the same tokens stored again somewhere else.
+                return lease.length == seat.reach and read <= {r.extent for r in lease.ranges}
+
+            self._exchange(row, seat.reach, keeps_all)
         else:
             row.lease.release()
             row.lease = None
@@ -213,6 +252,7 @@ class SharedDecoder:
             token=int(row.prompt[-1]),
             max_tokens=row.max_tokens,
             sampler=row.sampler,
+            grammar=row.grammar,
             top_logprobs=row.top_logprobs,
         )
 
@@ -222,7 +262,13 @@ class SharedDecoder:
         return kinds.segments_of(row.caches) if row.caches else ()
 
     def _new_batch(self) -> DecodeBatch:
-        return DecodeBatch(self._model.model, self._layout, self._limits, ahead=self._ahead)
+        return DecodeBatch(
+            self._model.model,
+            self._layout,
+            self._limits,
+            ahead=self._ahead,
+            afford=self._may_copy,
+        )
 
 
 def _pieces(lease: PromptLease) -> list[Piece]:

@@ -49,9 +49,9 @@ def is_worth_a_span(tokens: int, *, alone: bool) -> bool:
     return tokens >= (LEAST_OWN_SPAN if alone else LEAST_SPAN)
 
 
-def share(paths: Sequence[Sequence[Piece]], limit: int) -> Sharing:
+def share(paths: Sequence[Sequence[Piece]], limit: int | None) -> Sharing:
     """At most `limit` spans: those that save most copying, each with all that comes before it;
-    none for its own sake that is not worth a span.
+    none for its own sake that is not worth a span. Without a limit every part is one.
     """
     extents = {id(piece.extent): piece.extent for path in paths for piece in path}
     walks = _cut(paths)
@@ -61,7 +61,7 @@ def share(paths: Sequence[Sequence[Piece]], limit: int) -> Sharing:
         for parent, key in zip([None, *walk], walk, strict=False):
             members.setdefault(key, []).append(row)
             parents[key] = parent
-    chosen = _choose(members, parents, limit)
+    chosen = dict.fromkeys(members) if limit is None else _choose(members, parents, limit)
     reach = [_reach(walk, chosen) for walk in walks]
     spans = []
     for extent, start, stop in chosen:

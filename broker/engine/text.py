@@ -8,12 +8,14 @@ class TextStream:
     """Streaming detokenisation of one row.
 
     Text that may be the beginning of a stop string is held back until that is decided, so nothing
-    of a stop string is ever given out, even where it spans many tokens.
+    of a stop string is ever given out, even where it spans many tokens. The text of the first
+    `min_tokens` tokens is not searched.
     """
 
-    def __init__(self, detokenizer: Any, stops: Sequence[str] = ()) -> None:
+    def __init__(self, detokenizer: Any, stops: Sequence[str] = (), min_tokens: int = 0) -> None:
         self._detokenizer = detokenizer
         self._stops = tuple(stops)
+        self._unsearched = min_tokens
         self._longest = max((len(stop) for stop in stops), default=1) - 1
         self._released: list[str] = []
         self._held = ""
@@ -29,7 +31,9 @@ class TextStream:
         detokenizer = self._detokenizer
         detokenizer.add_token(token)
         segment: str = detokenizer.last_segment
-        if self._stops:
+        if self._unsearched:
+            self._unsearched -= 1
+        elif self._stops:
             return self._advance(segment)
         # Without stop strings nothing is ever undecided.
         if segment:
@@ -41,6 +45,8 @@ class TextStream:
         if self.stopped:
             return ""
         self._detokenizer.finalize()
+        if self._unsearched:
+            return self._release(self._detokenizer.last_segment)
         piece = self._advance(self._detokenizer.last_segment)
         if self.stopped:
             return piece

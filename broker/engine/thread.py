@@ -13,15 +13,20 @@ from .mailbox import Courier, LoopGone, Reply
 
 Result = TypeVar("Result")
 
+REST_SECONDS = 60.0
+"""So long a thread without work sleeps at most before its worker gets a turn."""
+
 
 class Worker(Protocol):
     """What the thread runs. Made, used and closed in the thread alone."""
 
     def turn(self) -> bool:
-        """Do a bounded piece of work; False if there is nothing to do until the next command."""
+        """Do a bounded piece of work; False if there is nothing to do until the next command, or
+        for `REST_SECONDS`.
+        """
 
-    def patience(self) -> float | None:
-        """Seconds after which there may be something to do without a command; None for never."""
+    def patience(self) -> float:
+        """Seconds after which there may be something to do without a command."""
 
     def close(self) -> None:
         """Fail what is open and give everything back."""
@@ -150,7 +155,7 @@ class EngineThread(Generic[WorkerType]):
             if not wait and self._commands.empty():
                 return True
             try:
-                command = self._commands.get(timeout=worker.patience() if wait else None)
+                command = self._commands.get(timeout=min(worker.patience(), REST_SECONDS))
             except Empty:
                 return True
             if command is not None:

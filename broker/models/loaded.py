@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from copy import copy
 from typing import Any, NamedTuple
 
 import mlx.nn as nn
@@ -68,6 +69,17 @@ class LoadedModel:
         add_special = bos is None or not text.startswith(bos)
         with self._tokenizing:
             return list(self.tokenizer.encode(text, add_special_tokens=add_special))
+
+    def tokenizer_json(self) -> str:
+        """The tokenizer as the `tokenizers` library writes it, without padding and truncation.
+
+        Raises `AttributeError` for one that is not of that library.
+        """
+        with self._tokenizing:
+            backend = copy(self.tokenizer.backend_tokenizer)
+            backend.no_padding()
+            backend.no_truncation()
+            return str(backend.to_str())
 
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True

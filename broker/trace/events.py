@@ -205,6 +205,7 @@ class Quarantined(Event, frozen=True):
 
     entry: str
     namespace: str
+    bytes: int
     error: str
 
 

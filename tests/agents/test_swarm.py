@@ -22,7 +22,7 @@ from mlx_swarm.broker.errors import (
     InvalidRequest,
     SwarmClosed,
 )
-from mlx_swarm.broker.request import Request, Sampling, Usage
+from mlx_swarm.broker.request import Grammar, Request, Sampling, Usage
 from tests.agents.fake_broker import FakeBroker, Reply, user_text
 
 pytestmark = pytest.mark.anyio
@@ -96,7 +96,7 @@ async def test_instructions_lead_every_prompt_and_their_end_is_marked() -> None:
 
 async def test_requests_carry_the_names_and_the_settings_of_their_swarm() -> None:
     broker = FakeBroker()
-    sampling = Sampling(temperature=0.5)
+    sampling, digits = Sampling(temperature=0.5), Grammar(regex="[0-9]+")
     swarm = Swarm(
         broker,
         name="review",
@@ -106,12 +106,20 @@ async def test_requests_carry_the_names_and_the_settings_of_their_swarm() -> Non
         sampling=sampling,
         priority=-2,
         deadline=60,
+        grammar=digits,
         cache=False,
     )
     async with swarm:
         await swarm.spawn("one", name="editor")
+        answer = Grammar(choice=["yes", "no"])
         await swarm.spawn(
-            "two", max_tokens=3, stop=[], sampling=Sampling(), priority=4, deadline=0.5
+            "two",
+            max_tokens=3,
+            stop=[],
+            sampling=Sampling(),
+            grammar=answer,
+            priority=4,
+            deadline=0.5,
         )
     first, second = broker.requests
     assert (first.agent, first.swarm, first.tenant, first.cache) == ("editor", "review", "t", False)
@@ -119,6 +127,7 @@ async def test_requests_carry_the_names_and_the_settings_of_their_swarm() -> Non
     assert (first.priority, first.deadline) == (-2, 60)
     assert (second.max_tokens, second.stop, second.sampling) == (3, (), Sampling())
     assert (second.priority, second.deadline) == (4, 0.5)
+    assert (first.grammar, second.grammar) == (digits, answer)
 
 
 async def test_seeds_follow_from_the_swarm_the_name_and_the_turn() -> None:
@@ -399,6 +408,7 @@ async def test_a_later_agent_hits_what_an_earlier_one_left() -> None:
         ({"instructions": "\ud800"}, "lone surrogate"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"sampling": None}, "must be a Sampling"),
+        ({"grammar": "a*"}, "must be a Grammar"),
         ({"stop": "END"}, "stop is 'END'; it must be a list of texts"),
         ({"stop": [5]}, "stop string is 5"),
         ({"seed": "x"}, "seed is 'x'"),

@@ -30,6 +30,7 @@ class FakeColdStore:
         self.is_refusing = False
         self.unreadable: set[str] = set()
         self.entries: dict[str, Stored] = {}
+        self.offered = 0
         self.queue: list[ColdWrite] = []
         self.restored: list[str] = []
         self.read: list[str] = []
@@ -65,6 +66,7 @@ class FakeColdStore:
     def store(self, write: ColdWrite) -> None:
         if self.is_refusing:
             raise OSError("not now")
+        self.offered += 1
         self.queue.append(write)
         if not self.is_slow:
             self.finish()

@@ -189,6 +189,28 @@ class TestWrite:
         assert cache.statistics().total.evictions == 0
         assert "disk full" in caplog.text
 
+    def test_a_failed_write_is_tried_again_after_a_while_and_not_before(
+        self, store: FakeColdStore
+    ) -> None:
+        clock = Clock()
+        cache = PromptCache(1 << 20, cold=store, clock=clock)
+        store.is_full = True
+        for start in (1, 2):
+            put(cache, sequence(start, 30))
+        assert cache.write_behind()
+        assert store.offered == 1
+        assert not cache.write_behind()
+        clock.now += 60
+        assert cache.write_behind()
+        assert not cache.write_behind()
+        assert store.offered == 2
+        store.is_full = False
+        clock.now += 60
+        while cache.write_behind():
+            pass
+        assert len(store.entries) == 2
+        assert cache.demote_idle(0) == 2
+
     @pytest.mark.parametrize("fault", ["is_full", "is_refusing"])
     def test_after_repeated_failures_eviction_goes_on_without_the_store(
         self, store: FakeColdStore, fault: str, caplog: pytest.LogCaptureFixture

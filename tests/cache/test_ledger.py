@@ -25,6 +25,22 @@ def test_a_reservation_gives_back_what_was_not_taken() -> None:
     assert ledger.free == 100
 
 
+def test_another_amount_can_be_promised_instead() -> None:
+    ledger = Ledger(100)
+    ledger.charge(Purpose.WEIGHTS, 30)
+    reservation = ledger.reserve(Purpose.TAILS, 40)
+    with pytest.raises(OutOfMemory, match="31 B; 30 B free"):
+        reservation.resize(71)
+    assert reservation.remaining == ledger.used(Purpose.TAILS) == 40
+    reservation.resize(70)
+    assert (reservation.remaining, ledger.free) == (70, 0)
+    ledger.charge(Purpose.SPILLS, 50)
+    reservation.resize(60)
+    assert (reservation.remaining, ledger.total) == (60, 140)
+    reservation.cancel()
+    ledger.check_integrity()
+
+
 def test_an_error_in_the_block_gives_everything_back() -> None:
     ledger = Ledger(100)
     with pytest.raises(RuntimeError), ledger.reserve(Purpose.RESTORES, 60):

@@ -281,6 +281,7 @@ class TestTelling:
         base = mx.get_active_memory()
 
         def differs() -> float:
+            mx.synchronize()
             held = mx.get_active_memory() - base
             return abs(held - cache.total_bytes) / max(held, 1)
 
@@ -317,6 +318,7 @@ class TestTelling:
                     cache.clear()
                 case _:
                     cache.put(key, large(len(key)))
+            mx.synchronize()
             held = mx.get_active_memory() - base
             assert abs(held - cache.total_bytes) <= 0.02 * held
         assert cache.statistics().total.evictions > 5

@@ -7,6 +7,7 @@ import pytest
 
 from mlx_swarm.broker import Request
 from mlx_swarm.broker.cache import extents, kinds
+from mlx_swarm.broker.cache.ledger import Purpose
 from mlx_swarm.broker.engine import seat, sharing
 from mlx_swarm.broker.engine.memory import weight_bytes
 from mlx_swarm.broker.engine.row import Row
@@ -100,6 +101,29 @@ def test_a_failure_while_room_is_made_ends_no_other_row(monkeypatch: pytest.Monk
     driver.run()
     assert isinstance(box.error, EngineFailed)
     assert running.tokens == list(reference(model, [3] * 10, 100))
+    driver.check_idle()
+
+
+def test_a_failure_while_room_is_made_for_a_copy_ends_no_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = model_of("llama")
+    driver = Driver(model, chunk=128)
+    monkeypatch.setattr(sharing, "LEAST_OWN_SPAN", 16)
+    decoder: Any = driver.engine.lane._shared
+    decoder._batch._placement._max_spans = 1
+    asked = [Request(tokens=[at] * 61, max_tokens=10, boundaries=(60,)) for at in (3, 5)]
+    boxes = [driver.submit(each) for each in asked]
+    while driver.engine.scheduler.statistics().decoding < 2:
+        driver.run(1)
+    ledger = driver.engine.ledger
+    ledger.charge(Purpose.SPILLS, ledger.free)
+    monkeypatch.setattr(driver.engine.cache, "give_way", lambda nbytes: 1 / 0)
+    driver.run(2)
+    assert driver.engine.statistics().lane.batch.spans == 2
+    driver.run()
+    for request, box in zip(asked, boxes, strict=True):
+        assert box.tokens == list(reference(model, request.tokens, 10))
     driver.check_idle()
 
 

@@ -5,10 +5,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
-from mlx_swarm.broker import Broker, Completed, InvalidRequest
+from mlx_swarm.broker import Broker, BrokerClosed, Completed, InvalidRequest
 from mlx_swarm.broker.cache.ledger import Purpose
+from mlx_swarm.broker.cache.ssd import store
 from mlx_swarm.broker.cache.ssd.disk import Disk
 from mlx_swarm.broker.engine import loop
 from mlx_swarm.broker.errors import InvalidSetting, ModelUnreadable
@@ -26,6 +28,12 @@ def asked(agent: int, tokens: int = 100, **fields: Any) -> Any:
     """A prompt that shares nothing with those of other agents."""
     own = [(agent * 37 + 5 * at) % 240 + 10 for at in range(tokens)]
     return request(agent, tokens=own, **fields)
+
+
+def own_threads() -> list[str]:
+    """The threads of brokers."""
+    names = (thread.name for thread in threading.enumerate())
+    return [name for name in names if name.startswith("mlx-swarm")]
 
 
 async def check_nothing_left(broker: Broker) -> None:
@@ -56,6 +64,38 @@ async def test_a_broker_without_work_goes_on_writing(
             await broker.complete(asked(agent))
         hold.set()
         await until(lambda: len(files(tmp_path)) >= 4)
+        await check_nothing_left(broker)
+
+
+async def test_a_request_waits_for_memory_that_is_still_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold, begun, create = threading.Event(), threading.Event(), Disk.create
+
+    def wait(self: Disk, path: Path) -> Any:
+        begun.set()
+        hold.wait(20)
+        return create(self, path)
+
+    monkeypatch.setattr(Disk, "create", wait)
+    async with tiny() as broker:
+        weights = (await broker.statistics()).engine.memory.committed["weights"]
+    # Room for one sequence and a row, or for a row twice as long.
+    memory = weights + int(2.4 * SEQUENCE_BYTES)
+    async with tiny(cold=tmp_path, memory=memory) as broker, anyio.create_task_group() as tasks:
+        await broker.complete(asked(1))
+        await until(begun.is_set)
+        ended = anyio.Event()
+
+        async def second() -> None:
+            await broker.complete(asked(2, tokens=200))
+            ended.set()
+
+        tasks.start_soon(second)
+        await anyio.sleep(0.3)
+        assert not ended.is_set()
+        hold.set()
+        await ended.wait()
         await check_nothing_left(broker)
 
 
@@ -167,3 +207,42 @@ async def test_a_flush_takes_a_number_of_seconds(tmp_path: Path, seconds: Any) -
     async with tiny(cold=tmp_path) as broker:
         with pytest.raises(InvalidRequest, match="seconds is "):
             await broker.flush(seconds)
+
+
+async def test_closing_ends_while_the_disk_hangs_and_says_what_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hold, create = threading.Event(), Disk.create
+
+    def wait(self: Disk, path: Path) -> Any:
+        hold.wait(100)
+        return create(self, path)
+
+    monkeypatch.setattr(Disk, "create", wait)
+    monkeypatch.setattr(loop, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(store, "LAST_SECONDS", 0.1)
+    async with tiny(cold=tmp_path) as broker:
+        await broker.complete(asked(0))
+    assert not hold.is_set()
+    assert "sequences" in caplog.text
+    assert "writes" in caplog.text
+    hold.set()
+    await until(lambda: not own_threads())
+
+
+async def test_closing_ends_while_a_reading_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hold: threading.Event
+) -> None:
+    async with tiny(cold=tmp_path) as broker:
+        await broker.complete(asked(0))
+        await broker.flush()
+    monkeypatch.setattr(loop, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(store, "LAST_SECONDS", 0.1)
+    async with tiny(cold=tmp_path) as broker:
+        stream = broker.stream(asked(0))
+        await is_restoring(broker)
+    with pytest.raises(BrokerClosed):
+        await anext(stream)
+    assert not hold.is_set()
+    hold.set()
+    await until(lambda: not own_threads())

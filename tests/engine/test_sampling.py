@@ -6,13 +6,17 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.sample_utils import greedy_sampler
+from mlx_lm.sample_utils import apply_xtc, greedy_sampler
 
+from mlx_swarm.broker.cache.prefix_hash import as_tokens
 from mlx_swarm.broker.engine.sampling import (
     RowSampler,
     SeedSource,
+    draw,
+    draw_settings,
+    draws_xtc,
     fold,
     mix,
     sample,
@@ -114,12 +118,19 @@ def test_an_error_is_kept_and_the_greedy_token_stands_in(monkeypatch: pytest.Mon
 def test_a_batch_draws_for_each_row_what_the_row_alone_would(vocabulary: int) -> None:
     """Greedy rows, rows of equal settings and one of its own, whatever stands beside them."""
     hot, cut = Sampling(temperature=1.0), Sampling(temperature=0.7, top_p=0.8, seed=9)
-    logits = mx.random.normal((7, vocabulary), key=mx.random.key(3)) * 2
-    wanted = [hot, Sampling(), hot, cut, hot, cut, Sampling(temperature=2.0, top_k=5)]
+    wide, terse = Sampling(temperature=2.0, top_k=5), Sampling(presence_penalty=1.5)
+    hot_terse = Sampling(temperature=1.0, repetition_penalty=1.3, logit_bias={3: 2.0})
+    wanted = [hot, Sampling(), hot, cut, hot, cut, wide, terse, hot_terse, terse, hot_terse]
+    logits = mx.random.normal((len(wanted), vocabulary), key=mx.random.key(3)) * 2
 
     def samplers() -> list[Any]:
         return [
-            sampler_for(msgspec.structs.replace(each, seed=row), SeedSource())
+            sampler_for(
+                msgspec.structs.replace(each, seed=row),
+                SeedSource(),
+                prompt=as_tokens([row, 3]),
+                max_tokens=8,
+            )
             for row, each in enumerate(wanted)
         ]
 
@@ -129,4 +140,32 @@ def test_a_batch_draws_for_each_row_what_the_row_alone_would(vocabulary: int) ->
             _id(sample(logits[row : row + 1], [sampler])) for row, sampler in enumerate(alone)
         ]
         assert np.array(sample(logits, together)).tolist() == expected
-    assert [sampler.index for sampler in together if isinstance(sampler, RowSampler)] == [3] * 6
+    assert [sampler.index for sampler in together if isinstance(sampler, RowSampler)] == [3] * 10
+
+
+@settings(deadline=None)
+@given(st.floats(0.05, 1.0), st.sampled_from([0.0, 0.03, 0.2]), st.integers(0, 1 << 32))
+def test_xtc_leaves_out_what_mlx_lm_s_does_for_each_row_by_its_own_chance(
+    probability: float, threshold: float, first: int
+) -> None:
+    sampling = Sampling(
+        temperature=1.0, xtc_probability=probability, xtc_threshold=threshold, min_p=0.0
+    )
+    drawing = draw_settings(sampling, (4, 9))
+    logprobs = mx.concatenate([_logprobs(first), _logprobs(first + 1)])
+    for seeds in ([fold(first, 0), fold(first, 1)], [first, first + 1]):
+        rows = []
+        for row, seed in enumerate(seeds):
+            one = logprobs[row : row + 1]
+            if draws_xtc(drawing, seed):
+                one = apply_xtc(one, 1.0, threshold, [4, 9])
+            rows.append(_id(draw(draw_settings(Sampling(temperature=1.0)), one, [seed])))
+        assert np.array(draw(drawing, logprobs, seeds)).tolist() == rows
+
+
+def test_xtc_takes_part_as_often_as_asked() -> None:
+    for probability in (0.0, 0.25, 1.0):
+        sampling = Sampling(temperature=1.0, xtc_probability=probability)
+        drawing = draw_settings(sampling)
+        drawn = sum(draws_xtc(drawing, fold(5, index)) for index in range(4000))
+        assert abs(drawn / 4000 - probability) < 0.03

@@ -67,3 +67,17 @@ def test_pieces_add_up_to_the_text_before_the_first_stop_string(
     assert stream.stopped == bool(ends)
     shown = ["".join(pieces[:count]) for count in range(len(pieces) + 1)]
     assert all(later.startswith(earlier) for earlier, later in pairwise(shown))
+
+
+def test_stop_strings_end_nothing_before_the_minimum() -> None:
+    stream = TextStream(Characters(), ["ab"], min_tokens=3)
+    assert [stream.add(ord(each)) for each in "abab"] == ["a", "b", "a", "b"]
+    assert [stream.add(ord(each)) for each in "cab"] == ["c", "", ""]
+    assert stream.stopped
+    assert stream.text == "ababc"
+
+
+def test_what_is_held_back_at_an_end_before_the_minimum_is_text() -> None:
+    stream = TextStream(Characters(), ["ab"], min_tokens=3)
+    assert stream.add(ord("a")) + stream.finish() == "a"
+    assert not stream.stopped

@@ -1,6 +1,8 @@
 """Requests that wait, through the engine: its bounded queue, deadlines, and what the trace says."""
 
+import math
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +38,26 @@ class Clock:
         return self.now
 
 
-def driver_at(clock: Clock, **settings: Any) -> Driver:
-    """An engine on a test's clock."""
-    return Driver(model_of("llama"), clock=clock, **settings)
+MakeDriver = Callable[..., Driver]
 
 
-def test_one_request_too_many_is_refused_with_the_numbers_and_changes_nothing() -> None:
+@pytest.fixture
+def driver_at() -> Iterator[MakeDriver]:
+    """Makes engines on a test's clock, and closes them."""
+    made: list[Driver] = []
+
+    def make(clock: Clock, **settings: Any) -> Driver:
+        made.append(Driver(model_of("llama"), clock=clock, **settings))
+        return made[-1]
+
+    yield make
+    for driver in made:
+        driver.engine.close()
+
+
+def test_one_request_too_many_is_refused_with_the_numbers_and_changes_nothing(
+    driver_at: MakeDriver,
+) -> None:
     driver = driver_at(Clock(), max_rows=2, max_queue=3)
     boxes = [driver.submit(request(agent)) for agent in range(5)]
     before = driver.engine.statistics()
@@ -67,7 +83,9 @@ async def test_a_broker_takes_as_many_as_its_queue_is_long() -> None:
 
 
 @pytest.mark.parametrize("turns", range(14))
-def test_a_deadline_ends_a_request_in_any_state_and_leaves_nothing(turns: int) -> None:
+def test_a_deadline_ends_a_request_in_any_state_and_leaves_nothing(
+    turns: int, driver_at: MakeDriver
+) -> None:
     clock = Clock()
     driver = driver_at(clock, max_rows=2, chunk=16)
     others = [driver.submit(request(agent, max_tokens=6)) for agent in range(2)]
@@ -84,10 +102,10 @@ def test_a_deadline_ends_a_request_in_any_state_and_leaves_nothing(turns: int) -
     driver.run()
     assert all(box.end for box in others)
     driver.check_idle()
-    assert driver.engine.patience() is None
+    assert driver.engine.patience() == math.inf
 
 
-def test_what_was_computed_before_the_deadline_serves_the_retry() -> None:
+def test_what_was_computed_before_the_deadline_serves_the_retry(driver_at: MakeDriver) -> None:
     clock = Clock()
     driver = driver_at(clock, chunk=16)
     late = driver.submit(request(0, max_tokens=100, deadline=5.0))
@@ -103,7 +121,9 @@ def test_what_was_computed_before_the_deadline_serves_the_retry() -> None:
     driver.check_idle()
 
 
-def test_a_deadline_that_is_over_before_the_engine_hears_of_it_is_refused() -> None:
+def test_a_deadline_that_is_over_before_the_engine_hears_of_it_is_refused(
+    driver_at: MakeDriver,
+) -> None:
     driver = driver_at(Clock())
     before = driver.engine.statistics()
     box = driver.submit(request(0, deadline=3.0), seconds_ago=3.0)
@@ -152,7 +172,9 @@ def pass_time(engine: EngineLoop) -> None:
     engine._recorder._clock = lambda: clock() + 1e6
 
 
-def test_a_new_agent_does_not_wait_behind_all_that_another_has_queued() -> None:
+def test_a_new_agent_does_not_wait_behind_all_that_another_has_queued(
+    driver_at: MakeDriver,
+) -> None:
     driver = driver_at(Clock(), max_rows=1)
     for _ in range(6):
         driver.submit(request(0, tokens=prompt(0)[30:], max_tokens=3))
@@ -164,7 +186,7 @@ def test_a_new_agent_does_not_wait_behind_all_that_another_has_queued() -> None:
     driver.check_idle()
 
 
-def test_the_trace_says_who_waited_for_what() -> None:
+def test_the_trace_says_who_waited_for_what(driver_at: MakeDriver) -> None:
     clock = Clock()
     model = model_of("llama")
     memory = weight_bytes(model) + 130 * BYTES_PER_TOKEN
@@ -191,7 +213,7 @@ def test_the_trace_says_who_waited_for_what() -> None:
     )
 
 
-async def test_urgent_requests_go_first() -> None:
+def test_urgent_requests_go_first(driver_at: MakeDriver) -> None:
     driver = driver_at(Clock(), max_rows=1)
     for number, priority in enumerate([0, -3, 5, 0, 7]):
         driver.submit(Request(tokens=SHARED[number:], max_tokens=2, priority=priority))

@@ -84,7 +84,7 @@ EXAMPLES: list[Event] = [
     Spilled(time=1.2, entry="e1", namespace="n", tokens=4, bytes=256, seconds=0.1),
     Demoted(time=1.2, entry="e1", namespace="n", tokens=4, bytes=256),
     Restored(time=1.3, entry="e1", namespace="n", tokens=4, length=9, bytes=256, seconds=0.1),
-    Quarantined(time=1.3, entry="e1", namespace="n", error="block 0 has a wrong checksum"),
+    Quarantined(time=1.3, entry="e1", namespace="n", bytes=9, error="block 0 has a wrong checksum"),
     Finished(time=1.2, request="r1", finish_reason="stop", output_tokens=4),
     Cancelled(time=1.3, request="r2", output_tokens=1, kept_tokens=9),
     Failed(time=1.4, request="r3", error="EngineFailed: a step failed"),

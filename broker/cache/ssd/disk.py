@@ -4,6 +4,7 @@ import fcntl
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import closing
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -28,10 +29,9 @@ class Disk:
         """A private folder, and what is missing above it."""
         folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
 
-    def identity(self, folder: Path) -> tuple[int, int]:
-        """What distinguishes a folder from one made later at the same place."""
-        facts = folder.stat()
-        return facts.st_dev, facts.st_ino
+    def is_at(self, descriptor: int, path: Path) -> bool:
+        """Whether an open file is the one that is found there, not one made later."""
+        return os.path.samestat(os.fstat(descriptor), path.stat())
 
     def entries(self, folder: Path) -> Iterator[Facts]:
         """The plain files in a folder; one that vanishes meanwhile is left out."""
@@ -57,6 +57,12 @@ class Disk:
         except PermissionError:
             return FileIO(os.open(path, flags), "rb")
 
+    def expect(self, path: Path) -> None:
+        """Have the system begin to read a file, where it can be asked to."""
+        if hasattr(os, "posix_fadvise"):
+            with closing(self.open(path)) as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
     def read_into(self, file: FileIO, offset: int, buffer: memoryview) -> int:
         """Fill a buffer from a place in the file; returns how much of it, less at the end only."""
         file.seek(offset)
@@ -69,8 +75,9 @@ class Disk:
         return filled
 
     def create(self, path: Path) -> FileIO:
-        """A new private file, to be written."""
-        flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC
+        """A new private file, to be written, instead of what is there, if anything is."""
+        self.remove(path)
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
         return FileIO(os.open(path, flags, FILE_MODE), "wb")
 
     def write(self, file: FileIO, data: memoryview) -> None:

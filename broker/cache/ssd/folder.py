@@ -21,6 +21,12 @@ from .record import Record
 TOUCH_SECONDS = 60
 """The time of a file's use is written to disk at most so often."""
 
+QUARANTINE_SHARE = 10
+"""Files in quarantine may take this part of the cap when the folder is opened; older ones go."""
+
+TOLD = 10
+"""So many broken files are named when the folder is opened; the others are only counted."""
+
 SAVE_EVERY = 1000
 """After so many changes the index is worth writing down, or after this share of its files."""
 SAVE_SHARE = 4
@@ -32,7 +38,7 @@ class Folder:
     """The files of a store, at most `max_bytes` of them.
 
     Everything is done under `lock`, which may be taken again by who has it. Where another process
-    has the folder, or it cannot be written, it `is_read_only`.
+    has the folder, or it cannot be written, it `is_read_only`; without the lock nothing is changed.
     """
 
     def __init__(
@@ -54,24 +60,23 @@ class Folder:
         self._touched: dict[str, int] = {}
         self._changes = 0
         self._folder_lock = FolderLock(self.disk, self.path)
-        self._identity: tuple[int, int] | None = None
-        reason = self._open()
-        if reason is not None:
+        self.reason = self._open()
+        """Why it can only be read, if so."""
+        if self.reason is not None:
             self.is_read_only = True
-            _log.warning("%s is only read by this process: %s", self.path, reason)
+            _log.warning("%s is only read by this process: %s", self.path, self.reason)
 
     def path_of(self, key: str) -> Path:
         """Where a file is."""
         return path_of(self.path, key)
 
     def reopen_if_replaced(self) -> None:
-        """Start over if the folder is not the one that was opened: it was removed meanwhile.
+        """Start over if the folder is not the one that was locked: it was removed meanwhile.
 
         Raises `CacheError` if that cannot be.
         """
-        with suppress(FileNotFoundError):
-            if self.disk.identity(self.path) == self._identity:
-                return
+        if self._folder_lock.is_held:
+            return
         with self.lock:
             self.losses += 1
             self._touched.clear()
@@ -108,7 +113,7 @@ class Folder:
         """Remove a file, if it is still there and may be."""
         with self.lock:
             # One written meanwhile under the same name is removed before it is entered, or not.
-            if self.forget(record) and not self.is_read_only:
+            if self.forget(record) and self._folder_lock.is_held:
                 self.disk.remove(self.path_of(record.key))
 
     def forget(self, record: Record) -> bool:
@@ -126,7 +131,8 @@ class Folder:
         """Forget a file that could not be read, move it aside if it is corrupt; what to raise."""
         with self.lock:
             was_there = self.forget(record)
-            if isinstance(cause, CorruptFile):
+            # Without the lock: another process may have written it anew.
+            if isinstance(cause, CorruptFile) and self._folder_lock.is_held:
                 if was_there:
                     self._quarantine(record.key, str(cause))
                 return CorruptFile(f"{record.key}: {cause}")
@@ -138,15 +144,18 @@ class Folder:
 
     def use(self, records: Iterable[Record]) -> None:
         """Note that files were used, on disk too if that was not done lately."""
+        stale = []
         with self.lock:
             now = self._now_ns()
             for record in records:
                 self.index.use(record, now)
-                is_stale = now - self._touched.get(record.key, 0) >= TOUCH_SECONDS * 1_000_000_000
-                if is_stale and not self.is_read_only:
+                if now - self._touched.get(record.key, 0) >= TOUCH_SECONDS * 1_000_000_000:
                     self._touched[record.key] = now
-                    with suppress(OSError):
-                        self.disk.touch(self.path_of(record.key), now, record.modified_ns)
+                    stale.append(record)
+        # A disk that is busy takes its time, and nobody who looks something up is to wait for it.
+        for record in stale if self._folder_lock.is_held else ():
+            with suppress(OSError):
+                self.disk.touch(self.path_of(record.key), now, record.modified_ns)
 
     def pin(self, records: Iterable[Record]) -> Callable[[], None]:
         """Keep files until what is returned is called. Raises `CacheError` if one is gone."""
@@ -189,7 +198,6 @@ class Folder:
     def _open(self) -> str | None:
         """Take hold of the folder as it is now; why it can only be read, if so."""
         self.index = Index()
-        self._identity = None
         try:
             self.disk.make_folder(self.path)
             reason = None if self._folder_lock.take() else "another process writes to it"
@@ -197,16 +205,48 @@ class Folder:
             reason = str(error)
         self.is_read_only = reason is not None
         try:
-            self._identity = self.disk.identity(self.path)
             found = fill(self.index, self.disk, self.path, may_remove=not self.is_read_only)
         except OSError as error:
-            return str(error)
+            self._folder_lock.release()
+            return reason or str(error)
         self.counts["foreign"] += found.foreign
         self.counts["unreadable"] += found.unreadable
         self._changes += found.headers_read
-        for key in found.corrupt:
+        for key in found.corrupt[:TOLD]:
             self._quarantine(key, "its header is broken")
+        for key in found.corrupt[TOLD:]:
+            self._quarantine(key, "its header is broken", logging.DEBUG)
+        if len(found.corrupt) > TOLD:
+            _log.warning("so are %d more files of %s", len(found.corrupt) - TOLD, self.path)
+        if reason is None:
+            self._shrink()
+            self._shrink_quarantine()
         return reason
+
+    def _shrink(self) -> None:
+        """Remove what exceeds the cap: it may have been higher when that was written."""
+        evicted = self.counts["evicted"]
+        try:
+            self.make_room(0)
+        except (OSError, CacheError) as error:
+            _log.warning("%s cannot be brought within its cap: %s", self.path, error)
+        if self.counts["evicted"] > evicted:
+            _log.info(
+                "removed %d files of %s, which exceeded its cap of %d bytes",
+                self.counts["evicted"] - evicted,
+                self.path,
+                self.max_bytes,
+            )
+
+    def _shrink_quarantine(self) -> None:
+        aside = self.path / QUARANTINE
+        left = self.max_bytes // QUARANTINE_SHARE
+        with suppress(OSError):
+            newest_first = sorted(self.disk.entries(aside), key=lambda facts: -facts.modified_ns)
+            for facts in newest_first:
+                left -= facts.size
+                if left < 0:
+                    self.disk.remove(aside / facts.name)
 
     def _victim(self, size: int) -> Record | None:
         """Forget the next file that has to go for `size` bytes more; None if they fit.
@@ -228,7 +268,7 @@ class Folder:
 
     def _save(self) -> None:
         with self.lock:
-            if self.is_read_only:
+            if not self._folder_lock.is_held:
                 return
             layouts, records = tuple(self.index.layouts), list(self.index)
             self._changes = 0
@@ -237,18 +277,18 @@ class Folder:
         except OSError as error:
             _log.warning("cannot save the index of %s: %s", self.path, error)
 
-    def _quarantine(self, key: str, reason: str) -> None:
+    def _quarantine(self, key: str, reason: str, level: int = logging.WARNING) -> None:
         self.counts["quarantined"] += 1
-        if self.is_read_only:
-            _log.warning("%s is corrupt: %s", key, reason)
+        if not self._folder_lock.is_held:
+            _log.log(level, "%s is corrupt: %s", key, reason)
             return
-        _log.warning("%s is corrupt and put into quarantine: %s", key, reason)
+        _log.log(level, "%s is corrupt and put into quarantine: %s", key, reason)
         aside = self.path / QUARANTINE
         try:
             self.disk.make_folder(aside)
             self.disk.replace(self.path_of(key), aside / f"{key}{SUFFIX}")
         except OSError as error:
-            _log.warning("%s cannot be moved: %s", key, error)
+            _log.log(level, "%s cannot be moved: %s", key, error)
 
     def _now_ns(self) -> int:
         """A time that never goes back behind any use."""

@@ -1,16 +1,17 @@
 """Looking into a folder of the SSD store from outside, also while a broker uses it."""
 
+from contextlib import closing, suppress
 from pathlib import Path
 
 from msgspec import Struct
 
 from ...errors import CacheError, CorruptFile, ForeignFile
 from .disk import Disk
-from .files import verify_file
+from .files import read_header, verify_file
 from .folder import Folder
 from .header import Header
 from .index import Index
-from .names import VERSION, path_of
+from .names import VERSION, key_of, path_of
 from .opening import fill
 from .record import Record
 
@@ -28,10 +29,13 @@ class NamespaceFiles(Struct, frozen=True, kw_only=True):
 
 
 class Verified(Struct, frozen=True, kw_only=True):
-    """What reading every byte found: how much is right, and what is wrong with the rest."""
+    """What reading every byte found: how much is right, how many files are of other versions or
+    programs, and what is wrong with the rest.
+    """
 
     files: int
     bytes: int
+    foreign: int
     faults: dict[str, str]
 
 
@@ -50,22 +54,33 @@ def headers(folder: Path, beginning: str) -> list[Header]:
 
     Raises `CacheError` if there is none.
     """
-    found = _named(_index(folder), beginning)
-    return [verify_file(Disk(), _path(folder, r.key), r.key).header for r in found]
+    disk, result = Disk(), []
+    for record in _named(_index(folder), beginning):
+        # A broker may have let it go meanwhile.
+        with suppress(FileNotFoundError), closing(disk.open(_path(folder, record.key))) as file:
+            result.append(read_header(disk, file, record.key, record.size).header)
+    return result
 
 
 def verify(folder: Path) -> Verified:
-    """Read all files; changes nothing."""
-    files = size = 0
+    """Read all files, also those that the index does without; changes nothing."""
+    _require_folder(folder)
+    files = size = foreign = 0
     faults = {}
-    for record in _index(folder):
+    keys = (key_of(facts.name) for facts in Disk().entries(folder / VERSION))
+    for key in filter(None, keys):
         try:
-            verify_file(Disk(), _path(folder, record.key), record.key)
-        except (CorruptFile, ForeignFile, OSError) as error:
-            faults[record.key] = str(error)
+            described = verify_file(Disk(), _path(folder, key), key)
+        except FileNotFoundError:
+            # A broker has let it go meanwhile.
+            continue
+        except ForeignFile:
+            foreign += 1
+        except (CorruptFile, OSError) as error:
+            faults[key] = str(error)
         else:
-            files, size = files + 1, size + record.size
-    return Verified(files=files, bytes=size, faults=faults)
+            files, size = files + 1, size + described.file_bytes
+    return Verified(files=files, bytes=size, foreign=foreign, faults=faults)
 
 
 def remove(folder: Path, beginning: str) -> int:
@@ -77,7 +92,7 @@ def remove(folder: Path, beginning: str) -> int:
     store = Folder(folder, 1 << 62)
     try:
         if store.is_read_only:
-            raise CacheError(f"{folder} is in use by another process: stop it first")
+            raise CacheError(f"nothing can be removed from {folder}: {store.reason}")
         found = list(store.index) if not beginning else _named(store.index, beginning)
         for record in found:
             store.remove(record)

@@ -17,6 +17,15 @@ class FolderLock:
         self._path = folder / LOCK
         self._descriptor: int | None = None
 
+    @property
+    def is_held(self) -> bool:
+        """Whether this process has the lock of the folder that is there now."""
+        if self._descriptor is None:
+            return False
+        with suppress(OSError):
+            return self._disk.is_at(self._descriptor, self._path)
+        return False
+
     def take(self) -> bool:
         """Whether this process has the lock now. Raises `OSError` where no lock can be had."""
         self.release()

@@ -100,6 +100,9 @@ class _Found:
             _log.info("left %s alone: %s", key, error)
         except CorruptFile:
             self.corrupt.append(key)
+        except FileNotFoundError:
+            # Another process has removed it meanwhile.
+            self.headers_read -= 1
         except OSError as error:
             self.unreadable += 1
             _log.warning("cannot read %s: %s", key, error)

@@ -7,8 +7,8 @@ arrays leave it.
 import os
 import threading
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import closing
+from concurrent.futures import wait
+from contextlib import closing, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,16 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ForeignFile, SwarmError
+from ...threads import Threads
 from ..extents import Extent
 from ..kinds import Checkpoint
-from ..layout import dtype_of
+from ..layout import Layout, dtype_of
 from ..runs import Runs, count_runs, intersect_runs
 from .disk import Disk
 from .files import check_block, read_block, read_header
 from .header import Block, Described
 from .names import path_of
 from .pieces import is_host_memory, raw_type
-from .record import Chain, Link, Record, needed_runs
+from .record import Chain, Link, Record, bytes_of, needed_runs
 from .restored import RestoredRow
 
 THREADS = min(4, os.cpu_count() or 1)
@@ -48,18 +49,20 @@ class Reader:
     def __init__(self, disk: Disk, folder: Path) -> None:
         self._disk = disk
         self._folder = folder
-        self._restoring = ThreadPoolExecutor(1, "mlx-swarm-restore")
-        self._placing = ThreadPoolExecutor(THREADS, "mlx-swarm-place")
+        self._restoring = Threads(1, "mlx-swarm-restore")
+        self._placing = Threads(THREADS, "mlx-swarm-place")
         self._stream: Any = None
 
     def read(self, chain: Chain, start: int, length: int) -> RestoredRow:
         """Tokens [start, length) of a chain, and the checkpoint there; raises `UnusableFile`."""
         return self._restoring.submit(self._read, chain, start, length).result()
 
-    def close(self) -> None:
-        """End all threads; what is being read is finished."""
-        self._restoring.shutdown()
-        self._placing.shutdown()
+    def close(self, timeout: float) -> bool:
+        """Finish what is being read and end all threads; False if that takes longer."""
+        # Those who place end after who reads, whenever that is.
+        with suppress(RuntimeError):
+            self._restoring.submit(self._placing.close, timeout)
+        return self._restoring.close(timeout)
 
     def _read(self, chain: Chain, start: int, length: int) -> RestoredRow:
         if self._stream is None:
@@ -67,6 +70,10 @@ class Reader:
         layout, links = chain.layout, chain.links
         runs = needed_runs(links, layout, start, length)
         mark = chain.marks.get(length)
+        if 2 * bytes_of(layout, runs) >= sum(record.size for record in chain.records):
+            # The disk is busy while memory is touched for the first time, which takes as long.
+            for record in chain.records:
+                self._placing.submit(self._expect, record)
         with mx.stream(self._stream):
             kv = [
                 _Target(
@@ -81,7 +88,7 @@ class Reader:
                 for group in (layout.state_groups if mark is not None else ())
             ]
             parts = [*_parts_of_links(links, kv, runs), *_parts_of_mark(mark, state)]
-            self._fill(parts)
+            self._fill(parts, layout)
             buffers = tuple(target.finish() for target in kv)
             states = tuple(target.finish() for target in state)
             mx.eval(buffers, states)
@@ -89,8 +96,12 @@ class Reader:
         checkpoint = Checkpoint(layout, states) if mark is not None else None
         return RestoredRow(layout, length, extent, checkpoint)
 
-    def _fill(self, parts: Sequence["_Part"]) -> None:
-        filling = _Filling(self._disk, self._folder, parts)
+    def _expect(self, record: Record) -> None:
+        with suppress(OSError):
+            self._disk.expect(path_of(self._folder, record.key))
+
+    def _fill(self, parts: Sequence["_Part"], layout: Layout) -> None:
+        filling = _Filling(self._disk, self._folder, parts, layout)
         work = [self._placing.submit(filling.run) for _ in range(THREADS)]
         # Nobody may still write to what is given up.
         wait(work)
@@ -112,9 +123,10 @@ class _Filling:
     others check and place what they have read.
     """
 
-    def __init__(self, disk: Disk, folder: Path, parts: Sequence["_Part"]) -> None:
+    def __init__(self, disk: Disk, folder: Path, parts: Sequence["_Part"], layout: Layout) -> None:
         self._disk = disk
         self._folder = folder
+        self._layout = layout
         self._reading = threading.Lock()
         self._wanted = self._walk(parts)
 
@@ -141,7 +153,7 @@ class _Filling:
         for record, group in _by_file(parts):
             try:
                 with closing(self._disk.open(path_of(self._folder, record.key))) as file:
-                    described = _described(self._disk, file, record)
+                    described = _described(self._disk, file, record, self._layout)
                     for part, block in _wanted(described, group):
                         yield _Wanted(part, block, file, described)
             except (OSError, SwarmError) as error:
@@ -239,12 +251,14 @@ def _wanted(described: Described, parts: Sequence[_Part]) -> Iterator[tuple[_Par
                 yield part, block
 
 
-def _described(disk: Disk, file: FileIO, record: Record) -> Described:
+def _described(disk: Disk, file: FileIO, record: Record, layout: Layout) -> Described:
     """A file's header, which must still say what the index believes."""
     described = read_header(disk, file, record.key, record.size)
     header = described.header
-    mine = (record.namespace, record.parent, record.start, bytes(record.tokens), record.runs)
-    if (header.namespace, header.parent, header.start, header.tokens, header.runs) != mine:
+    mine = (record.namespace, record.parent, record.start, bytes(record.tokens))
+    found = (header.namespace, header.parent, header.start, header.tokens)
+    held = (header.runs, header.has_checkpoint, header.layout)
+    if found != mine or held != (record.runs, record.has_checkpoint, layout):
         raise ForeignFile("another file under the same name")
     return described
 

@@ -41,14 +41,14 @@ def save(disk: Disk, folder: Path, layouts: tuple[Layout, ...], records: list[Re
 
 def load(folder: Path) -> Sidecar:
     """What was written down, or nothing if there is nothing to be believed."""
+    if not (folder / SIDECAR).is_file():
+        return Sidecar(FORMAT, (), [])
     try:
         # The tokens of records stay views of this.
         data = memoryview((folder / SIDECAR).read_bytes())
         if data[:DIGEST_BYTES] != xxhash.xxh3_128_digest(data[DIGEST_BYTES:]):
             raise ValueError("its checksum is wrong")
         found = msgspec.msgpack.decode(data[DIGEST_BYTES:], type=Sidecar)
-    except FileNotFoundError:
-        return Sidecar(FORMAT, (), [])
     except (OSError, ValueError) as error:
         _log.info("the index of %s is not used: %s", folder, error)
         return Sidecar(FORMAT, (), [])

@@ -26,6 +26,8 @@ from .writer import Job, Writer
 
 QUEUE_BYTES = 1 << 30
 CLOSE_SECONDS = 10.0
+LAST_SECONDS = 5.0
+"""How long closing waits for what is being written or read after that."""
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +64,7 @@ class SsdStore:
         self._is_synced = True
         """Whether all names in the folder would survive a crash."""
         self._reader = Reader(self._folder.disk, self._folder.path)
-        self._writer = Writer(queue_bytes, self._perform, self._folder.tidy)
+        self._writer = Writer(queue_bytes, self._perform, self._folder.tidy, self._folder.close)
 
     def __enter__(self) -> Self:
         return self
@@ -151,10 +153,19 @@ class SsdStore:
         return self._writer.flush(timeout)
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        """Write what is queued within `timeout` seconds, save the index, let the folder go."""
-        self._writer.close(timeout)
-        self._reader.close()
-        self._folder.close()
+        """Write what is queued within `timeout` seconds, save the index, let the folder go.
+
+        Takes at most `LAST_SECONDS` longer, also where the disk hangs: the folder is let go then
+        once the disk answers, or with the process.
+        """
+        deadline = time.monotonic() + timeout + LAST_SECONDS
+        left = self._writer.close(timeout, LAST_SECONDS)
+        if left.writes:
+            _log.warning(
+                "closed %s before %d writes with %d bytes had ended", self._folder.path, *left
+            )
+        if not self._reader.close(max(0.0, deadline - time.monotonic())):
+            _log.warning("closed %s while the disk hung in a read", self._folder.path)
 
     # Telling about itself
 

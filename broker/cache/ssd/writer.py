@@ -13,9 +13,6 @@ from ...errors import CacheError, ColdStoreBusy
 from ..cold import ColdWrite, Flushed
 from .pieces import Pieces
 
-LAST_WRITE_SECONDS = 5.0
-"""How long closing waits, at the end, for the write that was under way."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -28,19 +25,25 @@ class Job(NamedTuple):
 
 
 class Writer:
-    """Calls `perform(job)` for one job after the other, and `idle()` when there are none.
+    """Calls `perform(job)` for one job after the other, `idle()` when there are none, and `last()`
+    when it closes, all in its thread.
 
     `perform` raises what went wrong, which is passed on to the job's `done`.
     """
 
     def __init__(
-        self, max_bytes: int, perform: Callable[[Job], None], idle: Callable[[], None]
+        self,
+        max_bytes: int,
+        perform: Callable[[Job], None],
+        idle: Callable[[], None],
+        last: Callable[[], None],
     ) -> None:
         self.max_bytes = max_bytes
         self.pending_writes = 0
         self.pending_bytes = 0
         self._perform = perform
         self._idle = idle
+        self._last = last
         self._queue: deque[Job] = deque()
         self._changed = threading.Condition()
         self._is_closing = False
@@ -72,8 +75,12 @@ class Writer:
             self._changed.wait_for(lambda: not self.pending_writes, timeout)
             return Flushed(self.pending_writes, self.pending_bytes)
 
-    def close(self, timeout: float) -> None:
-        """Take nothing more, finish what can be within `timeout` seconds, give up the rest."""
+    def close(self, timeout: float, last_timeout: float) -> Flushed:
+        """Take nothing more, finish what can be within `timeout` seconds, give up the rest.
+
+        What is under way by then, and `last`, get `last_timeout` seconds more; returns what was
+        not written.
+        """
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -81,7 +88,11 @@ class Writer:
             given_up, self._queue = self._queue, deque()
         for job in given_up:
             self._end(job, CacheError("the cold store was closed before this was written"))
-        self._thread.join(LAST_WRITE_SECONDS)
+        self._thread.join(last_timeout)
+        return Flushed(
+            len(given_up) + self.pending_writes,
+            sum(job.write.bytes for job in given_up) + self.pending_bytes,
+        )
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
@@ -91,20 +102,23 @@ class Writer:
                 self._end(job, error)
             else:
                 self._end(job, None)
+            # What it holds is let go before the next one comes.
+            del job
+        self._guarded(self._last)
 
     def _next(self) -> Job | None:
         """The next job, once there is one; None when the writer closes."""
         with self._changed:
             is_idle = not self._queue and not self._is_closing
         if is_idle:
-            self._rest()
+            self._guarded(self._idle)
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._is_closing)
             return self._queue.popleft() if self._queue else None
 
-    def _rest(self) -> None:
+    def _guarded(self, tidy: Callable[[], None]) -> None:
         try:
-            self._idle()
+            tidy()
         except Exception:
             _log.exception("the cold store failed to tidy up")
 

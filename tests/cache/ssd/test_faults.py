@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from mlx_swarm.broker.cache.prompt_cache import PromptCache
 from mlx_swarm.broker.cache.ssd import SsdStore
-from mlx_swarm.broker.cache.ssd.names import UNFINISHED, VERSION
+from mlx_swarm.broker.cache.ssd.names import QUARANTINE, SUFFIX, UNFINISHED, VERSION
 from tests.cache.helpers import TOKEN_BYTES, put, sequence, taken
 from tests.cache.ssd.folders import (
     CAP,
@@ -139,6 +140,34 @@ def test_a_folder_that_cannot_be_listed_holds_nothing(tmp_path: Path, disk: Fail
     with SsdStore(tmp_path, CAP, disk=disk) as store:
         assert store.statistics().files == 0
         assert PromptCache(RAM, cold=store).plan([1, 2]).usable_tokens == 0
+
+
+def test_many_broken_files_are_told_of_in_few_words(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store_all(tmp_path, [range(30)])
+    for number in range(200):
+        (tmp_path / VERSION / f"{number:032x}-64.0{SUFFIX}").write_bytes(b"tiny")
+    with SsdStore(tmp_path, CAP) as store:
+        assert store.statistics().quarantined == 200
+        assert len(caplog.records) == 11
+        assert taken(PromptCache(RAM, cold=store), [*range(30), 7]) == 30
+    assert len(quarantined(tmp_path)) == 200
+
+
+def test_the_quarantine_does_not_fill_the_disk(tmp_path: Path) -> None:
+    store_all(tmp_path, [range(30)])
+    aside = tmp_path / VERSION / QUARANTINE
+    aside.mkdir()
+    for number in range(20):
+        path = aside / f"{number:032x}-64.0{SUFFIX}"
+        path.write_bytes(bytes(1000))
+        os.utime(path, (1000 + number, 1000 + number))
+    with SsdStore(tmp_path, 100_000):
+        assert [path.name[30:32] for path in quarantined(tmp_path)] == [
+            f"{number:02x}" for number in range(10, 20)
+        ]
+    assert len(files(tmp_path)) == 1
 
 
 def test_a_folder_removed_while_running_is_filled_anew(

@@ -3,21 +3,24 @@
 import logging
 import os
 import stat
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from safetensors import safe_open
 
+from mlx_swarm.broker.cache.layout import Layout, LayoutNode, TokenLeaf
 from mlx_swarm.broker.cache.prompt_cache import PromptCache
 from mlx_swarm.broker.cache.ssd import SsdStore
 from mlx_swarm.broker.cache.ssd import header as headers_module
 from mlx_swarm.broker.cache.ssd.disk import Disk
-from mlx_swarm.broker.cache.ssd.files import verify_file
+from mlx_swarm.broker.cache.ssd.files import read_header, verify_file
 from mlx_swarm.broker.cache.ssd.header import decode, encode
-from mlx_swarm.broker.cache.ssd.names import VERSION, key_of
+from mlx_swarm.broker.cache.ssd.names import SUFFIX, UNFINISHED, VERSION, key_of
 from mlx_swarm.broker.errors import CorruptFile, ForeignFile
 from tests.cache.helpers import taken
 from tests.cache.ssd.folders import CAP, RAM, files, headers, quarantined, store_all
@@ -47,6 +50,20 @@ def test_files_and_folders_are_private(tmp_path: Path) -> None:
     folder = tmp_path / VERSION
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+
+
+def test_a_link_where_a_file_is_to_be_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    store_all(tmp_path, [range(40)])
+    (path,) = files(tmp_path)
+    path.unlink()
+    other = tmp_path / "other"
+    other.write_text("of somebody else")
+    for link in (path, path.with_name(path.name + UNFINISHED)):
+        link.symlink_to(other)
+    store_all(tmp_path, [range(40)])
+    assert other.read_text() == "of somebody else"
+    assert files(tmp_path) == [path]
+    assert not path.is_symlink()
 
 
 def test_a_header_survives_its_encoding(tmp_path: Path) -> None:
@@ -147,9 +164,9 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     note.write_text("not ours")
     with SsdStore(tmp_path, 1) as store:
         # Nothing may stay within such a cap; only what is ours goes.
-        PromptCache(RAM, cold=store)
         assert store.statistics().foreign == 1
-    assert {path, other, note} <= {*folder.iterdir()}
+        assert not path.exists()
+    assert {other, note} <= {*folder.iterdir()}
 
 
 def test_a_file_under_another_ones_name_is_never_served(tmp_path: Path) -> None:
@@ -183,3 +200,28 @@ def test_what_is_no_header_is_told_from_a_broken_one() -> None:
         decode(bytes(8) + b'{"__metadata__": {"format": "pt"}}')
     with pytest.raises(CorruptFile, match="cannot be read"):
         decode(bytes(8) + b"{")
+
+
+def test_a_file_of_another_layout_under_its_own_name_is_never_served(tmp_path: Path) -> None:
+    store_all(tmp_path, [range(30)])
+    (path,) = files(tmp_path)
+    facts, content = path.stat(), path.read_bytes()
+    with closing(Disk().open(path)) as file:
+        described = read_header(Disk(), file, path.name.removesuffix(SUFFIX), facts.st_size)
+    nodes = tuple(_transposed(node) for node in described.header.layout.nodes)
+    other = replace(described.header, layout=Layout(nodes))
+    start = encode(other, described.checksums)
+    assert len(start) == described.payload
+    path.write_bytes(start + content[len(start) :])
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    with SsdStore(tmp_path, CAP) as store:
+        assert taken(PromptCache(RAM, cold=store), [*range(30), 7]) == 0
+        assert store.statistics().foreign == 1
+    assert files(tmp_path) == [path]
+
+
+def _transposed(node: LayoutNode) -> LayoutNode:
+    """The same bytes a token, other shapes."""
+    assert isinstance(node, TokenLeaf)
+    planes = (replace(plane, heads=plane.dim, dim=plane.heads) for plane in node.planes)
+    return replace(node, planes=tuple(planes))

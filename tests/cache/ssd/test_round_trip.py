@@ -24,10 +24,11 @@ from mlx_swarm.broker.cache.extents import ExtentRange
 from mlx_swarm.broker.cache.kinds import materialise
 from mlx_swarm.broker.cache.prompt_cache import PromptCache
 from mlx_swarm.broker.cache.ssd import SsdStore, header, pieces, reader
+from mlx_swarm.broker.cache.ssd.disk import Disk
 from mlx_swarm.broker.cache.ssd.reader import Reader
 from tests.cache.helpers import put, taken
 from tests.cache.rows import FAMILIES, STATEFUL
-from tests.cache.ssd.folders import CAP, RAM, SECONDS, headers, identical, store_all
+from tests.cache.ssd.folders import CAP, RAM, SECONDS, files, headers, identical, store_all
 from tests.engine.tiny_models import tiny_model
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
@@ -111,6 +112,19 @@ def test_also_where_the_host_cannot_read_what_the_device_holds(
         cache = PromptCache(RAM, cold=store)
         for prompt in ([*stem, 50, 51, 7], [*stem, 60, 61, 62, 7]):
             assert taken(cache, prompt, family) == len(prompt) - 1
+
+
+def test_what_is_read_whole_is_asked_for_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path] = []
+    monkeypatch.setattr(Disk, "expect", lambda self, path: asked.append(path))
+    store_all(tmp_path, [range(100), [*range(100), 7, 8]])
+    with SsdStore(tmp_path, CAP) as store:
+        assert taken(PromptCache(RAM, cold=store), [*range(20), 9]) == 20
+        assert not asked
+        assert taken(PromptCache(RAM, cold=store), [*range(100), 7, 8, 9]) == 102
+    assert {*asked} == {*files(tmp_path)}
 
 
 def test_a_shared_prefix_is_on_disk_once(tmp_path: Path) -> None:

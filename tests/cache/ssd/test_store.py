@@ -1,7 +1,11 @@
 """The SSD store in use: caps, recency, the lock, the queue, the index that is saved."""
 
+import gc
 import logging
 import os
+import shutil
+import subprocess
+import sys
 import threading
 from io import FileIO
 from pathlib import Path
@@ -12,10 +16,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mlx_swarm.broker.cache.extents import Extent
 from mlx_swarm.broker.cache.ledger import Ledger, Purpose
 from mlx_swarm.broker.cache.prompt_cache import PromptCache
 from mlx_swarm.broker.cache.ssd import SsdStore, pieces
 from mlx_swarm.broker.cache.ssd import folder as folder_module
+from mlx_swarm.broker.cache.ssd import store as store_module
 from mlx_swarm.broker.cache.ssd.disk import Disk
 from mlx_swarm.broker.cache.ssd.names import SIDECAR, UNFINISHED, VERSION
 from mlx_swarm.broker.cache.ssd.opening import Opened, fill
@@ -38,14 +44,33 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=20)
 
 
 class SlowDisk(Disk):
-    """Creates no file before it may."""
+    """Creates no file before it may, and reads none while it may not."""
 
     def __init__(self) -> None:
         self.may_write = threading.Event()
+        self.may_read = threading.Event()
+        self.may_read.set()
+        self.is_reading = threading.Event()
+
+    def open(self, path: Path) -> FileIO:
+        if not self.may_read.is_set():
+            self.is_reading.set()
+            assert self.may_read.wait(SECONDS)
+        return super().open(path)
 
     def create(self, path: Path) -> Any:
         assert self.may_write.wait(SECONDS)
         return super().create(path)
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from mlx_swarm.broker.cache.ssd import SsdStore
+with SsdStore(Path(sys.argv[1]), 1 << 30):
+    print("mine", flush=True)
+    sys.stdin.read()
+"""
 
 
 class Listener:
@@ -149,6 +174,34 @@ class TestCap:
             assert taken(cache, [*sequence(1, 30), 7]) == 30
             assert path.exists()
 
+    def test_lowered_it_is_kept_from_the_start(self, tmp_path: Path) -> None:
+        for start in (1, 2, 3, 4):
+            store_all(tmp_path, [sequence(start, 30)])
+        sizes = [path.stat().st_size for path in files(tmp_path)]
+        with SsdStore(tmp_path, 2 * max(sizes) + 100) as store:
+            counts = store.statistics()
+            assert (counts.files, counts.evicted) == (2, 2)
+            assert counts.bytes <= counts.max_bytes
+            assert len(files(tmp_path)) == 2
+            cache = PromptCache(RAM, cold=store)
+            kept = [cache.plan([*sequence(start, 30), 7]).cold_tokens for start in (1, 2, 3, 4)]
+            assert kept == [0, 0, 30, 30]
+            store.check_integrity()
+
+    def test_what_had_to_go_before_its_write_was_noted_is_not_durable(self, tmp_path: Path) -> None:
+        store_all(tmp_path / "probe", [sequence(1, 30)])
+        (path,) = files(tmp_path / "probe")
+        disk = SlowDisk()
+        with SsdStore(tmp_path / "kv", path.stat().st_size + 100, disk=disk) as store:
+            cache = PromptCache(RAM, cold=store)
+            for start in (1, 2):
+                put(cache, sequence(start, 30))
+                assert cache.write_behind()
+            disk.may_write.set()
+            store.flush(SECONDS)
+            assert len(files(tmp_path / "kv")) == 1
+            assert cache.flush(0.0).writes == 1
+
 
 class TestLock:
     def test_a_second_store_only_reads_and_says_so(
@@ -177,7 +230,80 @@ class TestLock:
         with SsdStore(tmp_path, CAP), SsdStore(tmp_path, CAP) as second:
             path.write_bytes(path.read_bytes()[:-1] + b"?")
             assert taken(PromptCache(RAM, cold=second), [*range(30), 7]) == 0
+            # To a reader it is one that may have been written anew meanwhile.
+            counts = second.statistics()
+            assert (counts.quarantined, counts.unreadable, counts.files) == (0, 1, 0)
         assert path.exists()
+
+    def test_a_reader_removes_nothing_whatever_its_cap_is(self, tmp_path: Path) -> None:
+        store_all(tmp_path, [sequence(start, 30) for start in (1, 2)])
+        with SsdStore(tmp_path, CAP), SsdStore(tmp_path, 1) as second:
+            assert second.statistics().files == 2
+        assert len(files(tmp_path)) == 2
+
+    def test_who_lost_the_folder_does_not_share_it_with_who_made_it_anew(
+        self, tmp_path: Path
+    ) -> None:
+        with SsdStore(tmp_path, CAP) as first:
+            cache = PromptCache(RAM, cold=first)
+            put(cache, sequence(1, 30))
+            assert cache.flush(SECONDS) == (0, 0)
+            shutil.rmtree(tmp_path / VERSION)
+            with SsdStore(tmp_path, CAP) as second:
+                assert not second.statistics().is_read_only
+                for start in (2, 3, 4):
+                    put(cache, sequence(start, 30))
+                    cache.flush(SECONDS)
+                assert not files(tmp_path)
+                put(other := PromptCache(RAM, cold=second), range(30))
+                assert other.flush(SECONDS) == (0, 0)
+                second.check_integrity()
+
+    def test_a_file_that_goes_while_a_reader_opens_the_folder_is_no_fault(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        store_all(tmp_path, [range(30)])
+
+        class Vanishing(Disk):
+            def open(self, path: Path) -> FileIO:
+                path.unlink()
+                return super().open(path)
+
+        (tmp_path / VERSION / SIDECAR).unlink()
+        with SsdStore(tmp_path, CAP, disk=Vanishing()) as store:
+            assert store.statistics().unreadable == 0
+        assert not caplog.text
+
+    def test_the_lock_ends_with_its_process_however_that_ends(self, tmp_path: Path) -> None:
+        command = [sys.executable, "-c", HOLD, str(tmp_path)]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as holder:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "mine\n"
+            with SsdStore(tmp_path, CAP) as store:
+                assert store.statistics().is_read_only
+            holder.kill()
+        with SsdStore(tmp_path, CAP) as store:
+            assert not store.statistics().is_read_only
+
+    def test_a_reader_is_right_while_the_other_writes_and_evicts(self, tmp_path: Path) -> None:
+        store_all(tmp_path, [sequence(start, 30) for start in range(8)])
+        total = sum(path.stat().st_size for path in files(tmp_path))
+        with SsdStore(tmp_path, total + 100) as first, SsdStore(tmp_path, CAP) as second:
+            writing = PromptCache(RAM, cold=first)
+            served = 0
+            for start in range(8):
+                put(writing, sequence(100 + start, 20 + start))
+                writing.flush(SECONDS)
+                # Each take compares every byte with a computation.
+                served += sum(
+                    taken(PromptCache(RAM, cold=second), [*sequence(each, 30), 7]) > 0
+                    for each in range(8)
+                )
+            assert 0 < served < 64
+            assert first.statistics().evicted
+            assert not quarantined(tmp_path)
+            first.check_integrity()
 
     def test_what_a_crash_left_unfinished_is_removed(self, tmp_path: Path) -> None:
         store_all(tmp_path, [range(30)])
@@ -233,7 +359,7 @@ class TestQueue:
         assert len(files(tmp_path)) == 10
 
     def test_closing_gives_up_in_time_and_says_so(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         disk = SlowDisk()
         store = SsdStore(tmp_path, CAP, disk=disk)
@@ -241,12 +367,65 @@ class TestQueue:
         for start in (1, 2):
             put(cache, sequence(start, 30))
         cache.demote_idle(0)
-        monkeypatch.setattr("mlx_swarm.broker.cache.ssd.writer.LAST_WRITE_SECONDS", 0.0)
+        monkeypatch.setattr(store_module, "LAST_SECONDS", 0.0)
         store.close(0.01)
+        assert "before 2 writes" in caplog.text
         assert cache.demote_idle(0) == 0
         assert cache.statistics().total.undurable_bytes == cache.total_bytes
+        # The folder is let go once the disk answers.
+        with SsdStore(tmp_path, CAP) as second:
+            assert second.statistics().is_read_only
         disk.may_write.set()
-        store.flush(SECONDS)
+        monkeypatch.setattr(store_module, "LAST_SECONDS", SECONDS)
+        store.close()
+        with SsdStore(tmp_path, CAP) as third:
+            assert not third.statistics().is_read_only
+
+    def test_closing_does_not_wait_for_a_read_that_hangs(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        store_all(tmp_path, [range(30)])
+        disk = SlowDisk()
+        store = SsdStore(tmp_path, CAP, disk=disk)
+        restoration = PromptCache(RAM, cold=store).restoration([*range(30), 7])
+        assert restoration is not None
+        disk.may_read.clear()
+        reading = threading.Thread(target=restoration.run)
+        reading.start()
+        assert disk.is_reading.wait(SECONDS)
+        monkeypatch.setattr(store_module, "LAST_SECONDS", 0.0)
+        store.close(0.0)
+        assert "hung in a read" in caplog.text
+        disk.may_read.set()
+        reading.join()
+        assert restoration.restored is not None
+
+    def test_closing_does_not_wait_for_an_index_that_cannot_be_saved(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        disk = SlowDisk()
+        disk.may_write.set()
+        store = SsdStore(tmp_path, CAP, disk=disk)
+        put(cache := PromptCache(RAM, cold=store), range(30))
+        assert cache.flush(SECONDS) == (0, 0)
+        disk.may_write.clear()
+        monkeypatch.setattr(store_module, "LAST_SECONDS", 0.0)
+        store.close(0.0)
+        disk.may_write.set()
+        monkeypatch.setattr(store_module, "LAST_SECONDS", SECONDS)
+        store.close()
+        assert (tmp_path / VERSION / SIDECAR).exists()
+
+    def test_nothing_of_what_was_written_is_kept_while_nothing_else_is(
+        self, tmp_path: Path
+    ) -> None:
+        with SsdStore(tmp_path, CAP) as store:
+            cache = PromptCache(RAM, cold=store)
+            put(cache, range(30))
+            assert cache.flush(SECONDS) == (0, 0)
+            cache.clear()
+            gc.collect()
+            assert not [each for each in gc.get_objects() if isinstance(each, Extent)]
 
 
 class TestIndex:
@@ -270,6 +449,13 @@ class TestIndex:
         with SsdStore(tmp_path, CAP) as store:
             assert store.statistics().files == 3
         assert [each.headers_read for each in found] == [0, 1, 3]
+
+    def test_is_not_waited_for_where_it_is_no_file(self, tmp_path: Path) -> None:
+        store_all(tmp_path, [range(30)])
+        (tmp_path / VERSION / SIDECAR).unlink()
+        os.mkfifo(tmp_path / VERSION / SIDECAR)
+        with SsdStore(tmp_path, CAP) as store:
+            assert taken(PromptCache(RAM, cold=store), [*range(30), 7]) == 30
 
     def test_is_saved_while_there_is_nothing_else_to_do(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
