@@ -23,6 +23,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     top_logprobs: int = 0
     seed: int | None = None
     tenant: str = ""
+    priority: int = 0
+    deadline: float | None = None
     cache: bool = True
 
     def validate(self) -> None:
@@ -39,6 +41,8 @@ class Settings(Struct, frozen=True, kw_only=True):
             top_logprobs=self.top_logprobs,
             tenant=self.tenant,
             swarm=self.swarm,
+            priority=self.priority,
+            deadline=self.deadline,
             cache=self.cache,
         ).validate()
 

@@ -28,11 +28,12 @@ class Swarm:
     spawned. Leaving it waits for all of them; an exception in it cancels them. Nothing is left
     running. An agent's failure is its own: it reaches whoever awaits that agent, the others go on.
 
-    `concurrency` bounds the turns that are with the broker at one time. `max_tokens`, `sampling`,
-    `grammar`, `stop`, `logprobs` and `top_logprobs` hold for every turn, as in a `Request`. With
-    `seed`, or a seed in `sampling`, a turn's own seed is derived from that seed, the agent's name
-    and the number of the turn. `tenant` separates caches; `cache=False` neither reads nor writes
-    the cache.
+    `concurrency` bounds the turns that are with the broker at one time; a broker lets about a
+    thousand wait (`max_queue`). `max_tokens`, `sampling`, `grammar`, `stop`, `logprobs`,
+    `top_logprobs`, `priority` and `deadline` hold for every turn, as in a `Request`; a deadline
+    runs from when the turn is with the broker. With `seed`, or a seed in `sampling`, a turn's own
+    seed is derived from that seed, the agent's name and the number of the turn. `tenant` separates
+    caches; `cache=False` neither reads nor writes the cache.
     """
 
     def __init__(
@@ -49,6 +50,8 @@ class Swarm:
         top_logprobs: int = 0,
         seed: int | None = None,
         tenant: str = "",
+        priority: int = 0,
+        deadline: float | None = None,
         name: str = "swarm",
         cache: bool = True,
     ) -> None:
@@ -70,6 +73,8 @@ class Swarm:
             top_logprobs=top_logprobs,
             seed=seed,
             tenant=tenant,
+            priority=priority,
+            deadline=deadline,
             cache=cache,
         )
         self._settings.validate()
@@ -87,6 +92,8 @@ class Swarm:
         sampling: Sampling | None = None,
         grammar: Grammar | None = None,
         stop: Iterable[str] | None = None,
+        priority: int | None = None,
+        deadline: float | None = None,
     ) -> Agent:
         """Start an agent on `task` and return its handle at once; `await` it for its reply.
 
@@ -104,6 +111,10 @@ class Swarm:
             settings = replace(settings, grammar=grammar)
         if stop is not None:
             settings = replace(settings, stop=_several("stop", stop))
+        if priority is not None:
+            settings = replace(settings, priority=priority)
+        if deadline is not None:
+            settings = replace(settings, deadline=deadline)
         settings.validate()
         agent = Agent(self._new_name(name), self.instructions, scope, settings)
         agent.ask(task)

@@ -137,6 +137,8 @@ class Turn:
             tenant=settings.tenant,
             agent=self.agent,
             swarm=settings.swarm,
+            priority=settings.priority,
+            deadline=settings.deadline,
             cache=settings.cache,
         )
 

@@ -12,6 +12,7 @@ from .errors import BackendMissing as BackendMissing
 from .errors import BrokerClosed as BrokerClosed
 from .errors import CacheError as CacheError
 from .errors import ContextOverflow as ContextOverflow
+from .errors import DeadlineExceeded as DeadlineExceeded
 from .errors import EngineFailed as EngineFailed
 from .errors import InvalidRequest as InvalidRequest
 from .errors import InvalidSetting as InvalidSetting
@@ -19,6 +20,7 @@ from .errors import ModelError as ModelError
 from .errors import ModelNotFound as ModelNotFound
 from .errors import ModelUnreadable as ModelUnreadable
 from .errors import OutOfMemory as OutOfMemory
+from .errors import QueueFull as QueueFull
 from .errors import SwarmError as SwarmError
 from .errors import UnsupportedCacheKind as UnsupportedCacheKind
 from .request import Completed as Completed

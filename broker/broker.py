@@ -14,7 +14,7 @@ from msgspec import Struct
 from .backend import describe, require_mlx
 from .checks import check_range, check_text
 from .engine.mailbox import Mailbox
-from .engine.submission import Submission
+from .engine.submission import MAX_QUEUE, Submission
 from .engine.thread import EngineThread
 from .errors import BrokerClosed, EngineFailed, InvalidSetting, ModelUnreadable, SwarmError
 from .request import Completed, Message, Request, RequestId, StreamEvent, check_messages
@@ -48,7 +48,8 @@ class Broker:
     `wired` Metal keeps in memory as much as it recommends, for models that take most of it; a Mac
     may panic then (ml-explore/mlx#3186).
 
-    At most `max_rows` requests run at a time; between two decode steps at most `prefill_chunk`
+    At most `max_rows` requests run at a time and `max_queue` more wait for their turn (see
+    `Request`); further ones end with `QueueFull`. Between two decode steps at most `prefill_chunk`
     prompt tokens are computed (default: as many as let running requests wait for 3.5 steps at most,
     by what was measured; while nothing decodes, half a second's worth). `trace` is a file for the
     trace events; `progress` is called, in the engine thread, while the model loads.
@@ -68,6 +69,7 @@ class Broker:
         dtype: str | None = None,
         wired: bool = False,
         max_rows: int = 32,
+        max_queue: int = MAX_QUEUE,
         prefill_chunk: int | None = None,
         trace: str | os.PathLike[str] | None = None,
         progress: "Callable[[Progress], None] | None" = None,
@@ -76,7 +78,7 @@ class Broker:
         self._memory = 0 if memory is None else parse_size(memory)
         self._cold = None if cold is None else _folder(cold)
         self._cold_bytes = parse_size(cold_limit)
-        counts = {"max_rows": max_rows}
+        counts = {"max_rows": max_rows, "max_queue": max_queue}
         if prefill_chunk is not None:
             counts["prefill_chunk"] = prefill_chunk
         for name, value in counts.items():
@@ -87,6 +89,7 @@ class Broker:
         self._dtype = dtype
         self._wired = wired
         self._max_rows = max_rows
+        self._max_queue = max_queue
         self._prefill_chunk = prefill_chunk
         self._trace = trace
         self._progress = progress
@@ -102,7 +105,8 @@ class Broker:
         """Start a request and iterate over its events: `Started`, `Delta`s, `Completed`.
 
         Raises `InvalidRequest` for what can be seen without the model. What takes the model to see
-        (`ContextOverflow` above all) is raised by the iteration, before anything has changed.
+        (`ContextOverflow` above all), and `QueueFull`, is raised by the iteration, before anything
+        has changed.
         """
         request.validate()
         thread = self._running()
@@ -202,6 +206,7 @@ class Broker:
                 self._cold,
                 self._cold_bytes,
                 self._wired,
+                self._max_queue,
             )
 
             def post(run: Callable[[], None]) -> None:

@@ -36,6 +36,14 @@ class BackendMissing(SwarmError, ImportError):
     """MLX itself is not installed; the message names the extra to install."""
 
 
+class QueueFull(SwarmError):
+    """As many requests wait as may; nothing was changed by refusing one more."""
+
+
+class DeadlineExceeded(SwarmError):
+    """A request was not over by its deadline; what it had computed may serve the next one."""
+
+
 class CacheError(SwarmError):
     """The prompt cache refused an operation; the caller still owns what it passed in."""
 

@@ -20,6 +20,8 @@ Role = Literal["system", "user", "assistant"]
 
 MAX_STOPS = 64
 MAX_TOP_LOGPROBS = 20
+MAX_PRIORITY = 10
+MAX_DEADLINE = 1e6
 ROLES = get_args(Role)
 
 
@@ -35,8 +37,13 @@ class Request(Struct, frozen=True, kw_only=True):
 
     `boundaries` marks prompt lengths in tokens up to which other requests are likely to agree (the
     end of the instructions, say); with `messages` the end of the leading system message is marked
-    for you. `tenant` separates caches; `agent` and `swarm` name the lane in traces. `cache=False`
-    neither reads nor writes the prompt cache.
+    for you. `tenant` separates caches. `cache=False` neither reads nor writes the prompt cache.
+
+    What the model computes is shared evenly among tenants, in a tenant among its swarms, in a swarm
+    among its agents; a request without an `agent` is one of its own. A higher `priority` (-10 to
+    10) goes before that, where requests wait; a lower one that has waited 10 s a level longer gets
+    a turn all the same. With a `deadline` the request ends with `DeadlineExceeded` if it is not
+    complete so many seconds after its submission; what it computed stays in the cache.
 
     With a `grammar` the output keeps to it, and ends with the reason `stop` when it is complete;
     what `max_tokens` cuts off is a beginning of something complete.
@@ -58,6 +65,8 @@ class Request(Struct, frozen=True, kw_only=True):
     tenant: str = ""
     agent: str = ""
     swarm: str = ""
+    priority: int = 0
+    deadline: float | None = None
     cache: bool = True
 
     def validate(self) -> None:
@@ -73,6 +82,10 @@ class Request(Struct, frozen=True, kw_only=True):
         check_text("tenant", self.tenant)
         check_kind("agent", self.agent, str, "text")
         check_kind("swarm", self.swarm, str, "text")
+        check_kind("priority", self.priority, int, "a whole number")
+        check_range("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        if self.deadline is not None:
+            check_range("deadline", self.deadline, 0.0, MAX_DEADLINE, open_low=True)
         check_kind("cache", self.cache, bool, "True or False")
 
     def _check_prompt(self) -> None:

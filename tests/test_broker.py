@@ -311,6 +311,7 @@ async def test_what_happens_to_a_request_is_traced() -> None:
     assert kinds == [
         events.TraceStarted,
         events.Queued,
+        events.Admitted,
         events.Planned,
         *[events.PrefillChunk] * 5,
         events.DecodeStep,
@@ -425,7 +426,7 @@ def test_sizes_that_are_none(size: Any) -> None:
         Broker("any", ram=size)
 
 
-@pytest.mark.parametrize("setting", ["max_rows", "prefill_chunk"])
+@pytest.mark.parametrize("setting", ["max_rows", "max_queue", "prefill_chunk"])
 def test_settings_below_one_are_refused(setting: str) -> None:
     for value in (0, 1.5, True, "x"):
         with pytest.raises(InvalidSetting, match=f"{setting} is {value!r}; it must be at least 1"):

@@ -49,6 +49,8 @@ WITHOUT_MLX = (
     "broker/cache/eviction.py",
     "broker/cache/ledger.py",
     "broker/cache/plan.py",
+    "broker/engine/deadlines.py",
+    "broker/engine/fairness.py",
     "broker/engine/scheduler.py",
     "broker/engine/pressure.py",
     "broker/engine/footprint.py",

@@ -107,3 +107,28 @@ def test_what_mlx_lm_takes_is_taken() -> None:
     on = Sampling(repetition_penalty=1.3, frequency_penalty=-2, xtc_probability=1, min_tokens=8)
     for sampling in (off, on):
         Request(text="a", max_tokens=8, sampling=sampling).validate()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"priority": 11}, r"priority is 11; it must be in \[-10, 10\]"),
+        ({"priority": -11}, r"priority is -11; it must be in \[-10, 10\]"),
+        ({"priority": True}, "priority is True; it must be a whole number"),
+        ({"priority": 0.5}, "priority is 0.5; it must be a whole number"),
+        ({"deadline": 0}, r"deadline is 0; it must be in \(0, 1e\+06\]"),
+        ({"deadline": float("nan")}, "deadline is nan; "),
+        ({"deadline": float("inf")}, "deadline is inf; "),
+        ({"deadline": "soon"}, "deadline is 'soon'; it must be a number"),
+    ],
+)
+def test_a_priority_or_deadline_out_of_range_is_refused(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        Request(text="a", **fields).validate()
+
+
+@given(st.integers(-10, 10), st.none() | st.integers(1, 10**6) | st.floats(1e-6, 1e6))
+def test_priorities_and_deadlines_in_range_are_taken(priority: int, deadline: float | None) -> None:
+    Request(text="a", priority=priority, deadline=deadline).validate()

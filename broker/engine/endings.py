@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec
 
-from ..errors import EngineFailed, SwarmError
+from ..errors import DeadlineExceeded, EngineFailed, SwarmError
 from ..request import Completed, Delta, FinishReason, RequestId, Usage
 from ..trace import events
 from ..trace.recorder import Recorder
@@ -86,6 +86,11 @@ class Endings:
             )
         row.mailbox.put(self._completed(row, reason))
 
+    def expire(self, row: Row) -> None:
+        """The way out for a request past its deadline: an error, but what it computed is kept."""
+        self._lane.keep(row)
+        self.fail(row, too_late(row, self._recorder.now()))
+
     def fail(self, row: Row, error: Exception) -> None:
         """The one way out for a request that failed."""
         failure = as_swarm_error(error, "failed", row.id)
@@ -135,6 +140,15 @@ class Endings:
             prompt=tuple(row.prompt.tolist()),
             logprobs=tuple(row.logprobs),
         )
+
+
+def too_late(row: Row, now: float) -> DeadlineExceeded:
+    """What the reader of a row past its deadline is told."""
+    return DeadlineExceeded(
+        f"request {row.id} had {row.request.deadline:g} s; after {now - row.submitted:.3g} s it "
+        f"had computed {row.usage(now).prompt_tokens:,} of {len(row.prompt):,} prompt tokens and "
+        f"{len(row.output):,} of at most {row.max_tokens:,} new ones"
+    )
 
 
 def as_swarm_error(error: Exception, what: str, request: RequestId) -> SwarmError:

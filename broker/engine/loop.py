@@ -5,6 +5,7 @@ that fails ends the rows of that step; the loop goes on.
 """
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -23,14 +24,15 @@ from ..cache.prompt_cache import PromptCache
 from ..cache.restores import Restoration
 from ..cache.ssd import SsdStore
 from ..cache.statistics import CacheStatistics
-from ..errors import BrokerClosed
+from ..errors import BrokerClosed, QueueFull
 from ..models import LoadedModel
 from ..request import RequestId, Started, Usage
 from ..trace import events
 from ..trace.recorder import Recorder
 from .admission import Admission
 from .batch import BatchLane, LaneStatistics
-from .endings import Endings, as_swarm_error
+from .endings import Endings, as_swarm_error, too_late
+from .fairness import Party
 from .memory import RowMemory, bounded_pool, device_limit, weight_bytes
 from .pace import LEAST, LEAST_CUDA, Pace
 from .pressure import Level, Measures, MemoryWatch, PressureStatistics, Reading
@@ -38,8 +40,8 @@ from .probe import MemoryProbe, empty_pool, wired
 from .restoring import Post, Restoring
 from .row import Row
 from .scheduler import Scheduler, SchedulerStatistics
-from .submission import Submission
-from .work import Admit, Decode, Part, Prefill, Store, Wait
+from .submission import MAX_QUEUE, Submission
+from .work import Admit, Decode, Expire, Hold, Part, Prefill, Store, Wait
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +76,8 @@ class EngineSettings(NamedTuple):
     """`ram` and `memory` are in bytes, `prefill_chunk` in tokens. `ram` is for the prompt cache,
     `memory` for everything; 0 takes the limit from the device. Without `prefill_chunk` chunks are
     sized by time (`Pace`). `cold` is the folder of the tier below, of at most `cold_bytes`. With
-    `wired` Metal keeps resident as much as it recommends.
+    `wired` Metal keeps resident as much as it recommends. `max_queue` requests may wait while
+    `max_rows` run.
     """
 
     ram: int
@@ -84,6 +87,7 @@ class EngineSettings(NamedTuple):
     cold: Path | None = None
     cold_bytes: int = 0
     wired: bool = False
+    max_queue: int = MAX_QUEUE
 
 
 class EngineLoop:
@@ -101,6 +105,7 @@ class EngineLoop:
     ) -> None:
         self._guard = ThreadGuard()
         self._guard.check()
+        self._settings = settings
         self.model = model
         self._recorder = recorder
         self._admission = Admission(model)
@@ -137,6 +142,7 @@ class EngineLoop:
         self.scheduler = Scheduler(
             self.cache.peek_prefix_len,
             max_rows=settings.max_rows,
+            clock=recorder.now,
             chunk=lambda decoding: self._pace.chunk(decoding=decoding),
             exact_stops=not all(type(cache) is KVCache for cache in model.make_caches()),
             has_memory=self._may_run,
@@ -165,25 +171,42 @@ class EngineLoop:
         """Queue a request, or fail it before anything has changed."""
         self._guard.check()
         try:
+            self._require_room()
             row = self._admission.row_for(submission)
             self._memory.require_possible(row)
+            if row.deadline is not None and row.deadline <= self._recorder.now():
+                raise too_late(row, self._recorder.now())
         except Exception as error:
             submission.mailbox.fail(as_swarm_error(error, "could not be prepared", submission.id))
             return
         self._rows[row.id] = row
+        request = row.request
         self._recorder.note(
             events.Queued,
             submitted=row.submitted,
             request=row.id,
-            agent=row.request.agent,
-            swarm=row.request.swarm,
+            agent=request.agent,
+            swarm=request.swarm,
             namespace=row.namespace,
             prompt_tokens=len(row.prompt),
             max_tokens=row.max_tokens,
+            tenant=request.tenant,
+            priority=request.priority,
+            deadline=request.deadline,
+            others=self.scheduler.queued,
         )
         # Nobody waits for what a cache of no size will not have.
         namespace = row.namespace if row.reads_cache and self.cache.max_bytes else None
-        self.scheduler.submit(row.id, row.prompt, namespace, row.boundaries)
+        self.scheduler.submit(
+            row.id,
+            row.prompt,
+            namespace,
+            row.boundaries,
+            max_tokens=row.max_tokens,
+            party=Party(request.tenant, request.swarm, request.agent),
+            priority=request.priority,
+            deadline=row.deadline,
+        )
 
     def cancel(self, request: RequestId) -> None:
         """End a request in whatever state it is; what it computed is kept. Late ones do nothing."""
@@ -236,6 +259,11 @@ class EngineLoop:
             for row in list(self._rows.values()):
                 self._endings.fail(row, error)
             return True
+
+    def patience(self) -> float:
+        """Seconds until the next deadline is over."""
+        deadline = self.scheduler.next_deadline()
+        return math.inf if deadline is None else max(deadline - self._recorder.now(), 0.0)
 
     def close(self) -> None:
         """Fail what is open as closed, release every lease, end the lane, the tiers and the trace.
@@ -310,6 +338,10 @@ class EngineLoop:
                 self._recorder.note(
                     events.Waiting, request=request, leader=leader, shared_tokens=shared
                 )
+            case Hold(request, others):
+                self._note_shortage(self._rows[request], others)
+            case Expire(request):
+                self._endings.guarded(self._rows[request], self._endings.expire)
             case Prefill(parts):
                 self._prefill(parts)
             case Store(request, shared):
@@ -318,6 +350,33 @@ class EngineLoop:
             case Decode():
                 self._decode()
         return True
+
+    def _require_room(self) -> None:
+        rows, queue = self._settings.max_rows, self._settings.max_queue
+        if len(self._rows) >= rows + queue:
+            raise QueueFull(
+                f"{len(self._rows):,} requests are open: {rows:,} run at a time and {queue:,} may "
+                "wait; ask again when some have ended"
+            )
+
+    def _note_shortage(self, row: Row, others: int) -> None:
+        need, available = self._memory.shortage(row)
+        self._recorder.note(
+            events.Held, request=row.id, need=need, available=available, others=others
+        )
+
+    def _note_admission(self, row: Row, now: float) -> None:
+        standing = self.scheduler.standing(row.id)
+        self._recorder.note(
+            events.Admitted,
+            request=row.id,
+            seconds=now - row.submitted,
+            priority=row.request.priority,
+            tenant_tokens=round(standing.tenant),
+            swarm_tokens=round(standing.swarm),
+            agent_tokens=round(standing.agent),
+            others=standing.queued,
+        )
 
     def _rest(self) -> bool:
         """What there is to do while nobody asks for anything; whether there is more of it."""
@@ -330,7 +389,10 @@ class EngineLoop:
         return False
 
     def _admit(self, row: Row, not_worth_waiting: bool) -> None:
-        row.admitted = self._recorder.now()
+        now = self._recorder.now()
+        if row.admitted is None:
+            self._note_admission(row, now)
+        row.admitted = now
         self._memory.require(row)
         if not self._restores(row):
             self._open(row, not_worth_waiting)

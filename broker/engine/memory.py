@@ -71,6 +71,10 @@ class RowMemory:
             need = self._need(row, self._known(row))
         self._promise(row, need)
 
+    def shortage(self, row: Row) -> tuple[int, int]:
+        """Bytes that a row needs, and bytes that it could have now."""
+        return self._need(row, self._known(row)), self._ledger.available(Purpose.TAILS)
+
     def afford(self, row: Row, known: int) -> bool:
         """Promise a row no more and no less than it needs where it reads `known` tokens in the
         cache, if that is to be had; else it keeps what it has.

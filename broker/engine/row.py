@@ -62,6 +62,12 @@ class Row:
         self.first_token: float | None = None
 
     @property
+    def deadline(self) -> float | None:
+        """When the row has to be over."""
+        seconds = self.request.deadline
+        return None if seconds is None else self.submitted + seconds
+
+    @property
     def reads_cache(self) -> bool:
         """Whether the row takes from the prompt cache and puts into it."""
         return self.request.cache

@@ -1,8 +1,9 @@
-"""What the engine does next: policy only, no MLX, no clock, deterministic.
+"""What the engine does next: policy only, no MLX, no clock of its own, deterministic.
 
-Requests are admitted in order of arrival, up to `max_rows` at a time. Prefill goes by chunks, in
-order of admission, short rests of several prompts in one; a decode step of all running rows comes
-after every chunk of prompt tokens at the latest.
+Requests are admitted in their turn (`fairness`), up to `max_rows` at a time. Prefill goes by
+chunks, in turn as well, short rests of several prompts in one; a decode step of all running rows
+comes after every chunk of prompt tokens at the latest. A request past its deadline ends, whatever
+its state.
 
 Single-flight: a request waits while a request that is being prefilled (its *leader*) will store a
 longer prefix of its prompt than memory holds. The leader stops exactly where the two part and
@@ -14,18 +15,23 @@ well, with all that it has computed: it stores once somebody has a use for that,
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from itertools import islice
+from typing import NamedTuple
 
 from msgspec import Struct
 
 from ..cache.prefix_hash import Tokens, common_prefix_length
 from ..request import RequestId
-from .work import Admit, Decode, Part, Prefill, Store, Wait, Work
+from .deadlines import Deadlines
+from .fairness import Account, Claim, Clock, FairQueue, Party, roughly
+from .work import Admit, Decode, Expire, Hold, Part, Prefill, Store, Wait, Work
 
 MINIMUM_SHARED_TOKENS = 16
 """A request does not wait for fewer tokens than this."""
 
 LOOKAHEAD = 2
 """How much of the queue may choose a leader while there is no room, in multiples of `max_rows`."""
+
+NOBODY = Party()
 
 
 class SchedulerStatistics(Struct, frozen=True, kw_only=True):
@@ -38,6 +44,17 @@ class SchedulerStatistics(Struct, frozen=True, kw_only=True):
     decoding: int
 
 
+class Standing(NamedTuple):
+    """Why it is a request's turn: what its tenant, swarm and agent have attained, each in tokens
+    on the scale of its kind, and how many requests are queued besides.
+    """
+
+    tenant: float
+    swarm: float
+    agent: float
+    queued: int
+
+
 class _State(Enum):
     QUEUED = "queued"
     WAITING = "waiting"
@@ -46,12 +63,20 @@ class _State(Enum):
     DECODING = "decoding"
 
 
-class _Entry:
+class _Entry(Claim):
     """One request. `end` is the length to prefill: the last prompt token is left to decoding."""
 
     def __init__(
-        self, request: RequestId, tokens: Tokens, namespace: str | None, boundaries: Iterable[int]
+        self,
+        request: RequestId,
+        tokens: Tokens,
+        namespace: str | None,
+        boundaries: Iterable[int],
+        account: Account,
+        priority: int,
+        max_tokens: int,
     ) -> None:
+        super().__init__(account, priority, len(tokens) + max_tokens)
         self.request = request
         self.tokens = tokens
         self.namespace = namespace
@@ -88,8 +113,9 @@ class Scheduler:
     """Decides on the next piece of work; told what became of it.
 
     `known(tokens, namespace)` is how many tokens of a prompt memory has now. `has_memory(request)`
-    says whether a request may run now; those behind it wait as well, so that nobody is overtaken
-    for ever. With `exact_stops` (models whose state serves one length only) no stop is left out for
+    says whether a request may run now. If not, it stays the next of its priority and those behind
+    it wait as well, so that nobody is overtaken for ever. `clock` is what deadlines and aging go
+    by. With `exact_stops` (models whose state serves one length only) no stop is left out for
     a later one nearby. `computed(request)` are the tokens that a decoding row could store, none by
     default. `chunk(decoding)` is how many prompt tokens to compute at once: while rows decode, that
     is between two steps.
@@ -101,6 +127,7 @@ class Scheduler:
         *,
         max_rows: int,
         chunk: Callable[[bool], int],
+        clock: Clock,
         minimum_shared: int = MINIMUM_SHARED_TOKENS,
         exact_stops: bool = False,
         has_memory: Callable[[RequestId], bool] = lambda request: True,
@@ -113,11 +140,14 @@ class Scheduler:
         self._computed = computed
         self._minimum_shared = max(minimum_shared, 1)
         self._reach = 0 if exact_stops else self._minimum_shared - 1
+        self._clock = clock
         self._entries: dict[RequestId, _Entry] = {}
-        # In order of arrival or admission: dicts for their cheap removal.
-        self._pending: dict[_Entry, None] = {}
+        self._accounts = Account()
+        self._deadlines = Deadlines()
+        self._pending: FairQueue[_Entry] = FairQueue(clock)
+        self._prefilling: FairQueue[_Entry] = FairQueue(clock, roughly)
+        # In order of admission: dicts for their cheap removal.
         self._restoring: dict[_Entry, None] = {}
-        self._prefilling: dict[_Entry, None] = {}
         self._decoding: dict[_Entry, None] = {}
         self._due: dict[_Entry, None] = {}
         self._since_decode = 0
@@ -133,16 +163,42 @@ class Scheduler:
         tokens: Tokens,
         namespace: str | None,
         boundaries: Iterable[int] = (),
+        *,
+        max_tokens: int,
+        party: Party = NOBODY,
+        priority: int = 0,
+        deadline: float | None = None,
     ) -> None:
-        """Queue a request. Without a namespace it neither shares nor stores."""
-        entry = _Entry(request, tokens, namespace, boundaries if namespace is not None else ())
+        """Queue a request for up to `max_tokens` new tokens. Without a namespace it neither shares
+        nor stores; `deadline` is on the clock.
+        """
+        marks = boundaries if namespace is not None else ()
+        account = self._accounts.agent(party)
+        entry = _Entry(request, tokens, namespace, marks, account, priority, max_tokens)
         self._entries[request] = entry
-        self._pending[entry] = None
-        self._undecided = True
+        if deadline is not None:
+            self._deadlines.add(request, deadline)
+        self._enqueue(entry)
 
     def next(self) -> Work | None:
-        """The next piece of work, or None until something is submitted."""
-        return self._decide() or self._due_store() or self._compute()
+        """The next piece of work, or None until something is submitted or a deadline is over."""
+        return self._expired() or self._decide() or self._due_store() or self._compute()
+
+    @property
+    def queued(self) -> int:
+        """How many requests have no row yet."""
+        return len(self._pending)
+
+    def next_deadline(self) -> float | None:
+        """The next deadline of an open request, on the clock."""
+        deadline = self._deadlines.next()
+        return deadline and deadline[0]
+
+    def standing(self, request: RequestId) -> Standing:
+        """Where a request stands that is next."""
+        _, tenant, swarm, agent = self._entries[request].account.path
+        queued = len(self._pending) - 1
+        return Standing(tenant.attained, swarm.attained, agent.attained, queued)
 
     def admitted(self, request: RequestId, position: int, stops: Iterable[int] = ()) -> bool:
         """The request has `position` tokens of its prompt from memory and a row to run in.
@@ -155,7 +211,7 @@ class Scheduler:
         self._restoring.pop(entry, None)
         entry.position = entry.stored = position
         entry.state = _State.PREFILLING
-        self._prefilling[entry] = None
+        self._prefilling.add(entry)
         self._undecided = True
         return self._finish_prefill(entry)
 
@@ -172,7 +228,7 @@ class Scheduler:
         entry = self._entries[request]
         del self._restoring[entry]
         entry.state = _State.QUEUED
-        self._pending = {entry: None, **self._pending}
+        self._enqueue(entry, front=True)
         self.memory_changed()
 
     def prefilled(self, request: RequestId, position: int, *, lasting: bool = False) -> bool:
@@ -183,6 +239,7 @@ class Scheduler:
         """
         entry = self._entries[request]
         self._since_decode += position - entry.position
+        self._charge(entry, position)
         at_stop = position == entry.next_stop(self._reach)
         entry.position = position
         wanted = not lasting or entry.wanted_tokens() > entry.stored
@@ -211,9 +268,14 @@ class Scheduler:
         entry = self._entries.pop(request)
         self._unfollow(entry)
         self._free_followers(entry)
-        places = self._pending, self._restoring, self._prefilling, self._decoding, self._due
-        for place in places:
+        if entry in self._pending:
+            self._pending.discard(entry)
+            entry.account.leave_queue()
+        self._prefilling.discard(entry)
+        for place in (self._restoring, self._decoding, self._due):
             place.pop(entry, None)
+        entry.close()
+        self._deadlines.discard(request)
         self.memory_changed()
 
     def memory_changed(self) -> None:
@@ -240,7 +302,14 @@ class Scheduler:
         assert counts.prefilling == len(self._prefilling)
         assert counts.decoding == len(self._decoding)
         assert self._occupied() <= self._max_rows
-        assert self._due.keys() <= self._prefilling.keys() | self._decoding.keys()
+        assert self._due.keys() <= self._prefilling.claims.keys() | self._decoding.keys()
+        self._pending.check_integrity()
+        self._prefilling.check_integrity()
+        self._accounts.check_integrity()
+        assert self._accounts.open == len(self._entries)
+        assert self._entries or not self._accounts.size()
+        assert self._accounts.queued == len(self._pending)
+        assert len(self._deadlines) <= len(self._entries)
         for entry in self._entries.values():
             assert 0 <= entry.position <= entry.end
             assert entry.stored <= entry.position or entry.state is _State.DECODING
@@ -249,6 +318,12 @@ class Scheduler:
             assert entry.leader is None or entry.leader.state in running
             assert all(follower.leader is entry for follower in entry.followers)
 
+    def _expired(self) -> Work | None:
+        deadline = self._deadlines.next()
+        if deadline is None or deadline[0] > self._clock():
+            return None
+        return Expire(deadline[1])
+
     def _decide(self) -> Work | None:
         """Who leaves the queue, and who waits for whom."""
         if self._undecided:
@@ -256,7 +331,7 @@ class Scheduler:
             # Nobody is admitted without room, and who is far from admission can decide later: else
             # a long queue would be gone through at every change.
             near = None if self._admits else LOOKAHEAD * self._max_rows
-            self._to_decide, self._undecided = islice(self._pending, near), False
+            self._to_decide, self._undecided = islice(self._pending.in_turn(), near), False
         for entry in self._to_decide:
             leader, shared, worth = self._leader_of(entry)
             if leader is not None and worth and entry.waits:
@@ -267,8 +342,10 @@ class Scheduler:
                 self._undecided = True
                 return Admit(entry.request, leader is not None)
             else:
-                self._admits = False
+                is_short, self._admits = self._admits, False
                 self._unfollow(entry)
+                if is_short and self._pending.hold(entry):
+                    return Hold(entry.request, len(self._pending) - 1)
         return None
 
     def _due_store(self) -> Work | None:
@@ -279,7 +356,7 @@ class Scheduler:
         chunk = self._chunk(bool(self._decoding))
         spent = self._since_decode if self._decoding else 0
         parts: list[Part] = []
-        for entry in self._prefilling:
+        for entry in self._prefilling.in_turn():
             stop = entry.next_stop(self._reach)
             if stop - entry.position > chunk:
                 # At multiples of the chunk, and not for what is left over of another: every length
@@ -294,20 +371,41 @@ class Scheduler:
         if not self._decoding:
             return None
         self._since_decode = 0
+        for entry in self._decoding:
+            entry.compute(1)
         return Decode()
 
     def _occupied(self) -> int:
         return len(self._restoring) + len(self._prefilling) + len(self._decoding)
 
+    def _enqueue(self, entry: _Entry, *, front: bool = False) -> None:
+        entry.account.queue()
+        self._pending.add(entry, front=front)
+        self._undecided = True
+
     def _leave_queue(self, entry: _Entry) -> None:
+        """Leave for a row."""
         self._unfollow(entry)
-        self._pending.pop(entry, None)
+        if entry in self._pending:
+            self._pending.served(entry)
+            self._pending.discard(entry)
+            entry.account.leave_queue()
+            entry.start()
+
+    def _charge(self, entry: _Entry, position: int) -> None:
+        """Prompt tokens up to `position` were computed. What several wait for they pay together."""
+        payers = [each for each, shared in entry.followers.items() if shared >= position]
+        share = (position - entry.position) / (1 + len(payers))
+        entry.compute(share)
+        for payer in payers:
+            payer.account.charge(share)
+        self._prefilling.served(entry)
 
     def _leader_of(self, entry: _Entry) -> tuple[_Entry | None, int, bool]:
         """Who will store most of this prompt, how much, and whether that is worth waiting for."""
         best, longest = None, self._in_memory(entry)
         floor = longest
-        for leader in (*self._prefilling, *(self._decoding if self._computed else ())):
+        for leader in (*self._prefilling.claims, *(self._decoding if self._computed else ())):
             shared = self._shared(entry, leader)
             if shared > max(longest, leader.stored):
                 best, longest = leader, shared
@@ -343,6 +441,7 @@ class Scheduler:
         self._unfollow(entry)
         entry.leader, entry.state = leader, _State.WAITING
         leader.followers[entry] = shared
+        self._prefilling.raise_to(leader, entry.priority)
         # A leader that is past the parting point has it already and only has to store it.
         if leader.state is _State.DECODING or shared <= leader.position:
             self._due[leader] = None
@@ -361,7 +460,7 @@ class Scheduler:
         if entry.position < entry.end or entry in self._due:
             return False
         entry.state = _State.DECODING
-        del self._prefilling[entry]
+        self._prefilling.discard(entry)
         self._decoding[entry] = None
         self._free_followers(entry)
         self._undecided = True

@@ -5,6 +5,9 @@ from typing import NamedTuple
 from ..request import Request, RequestId
 from .mailbox import Mailbox
 
+MAX_QUEUE = 1024
+"""Requests that may wait while `max_rows` others run."""
+
 
 class Submission(NamedTuple):
     """What the event loop hands to the engine. `submitted` is on the recorder's clock."""

@@ -25,6 +25,9 @@ class Worker(Protocol):
         for `REST_SECONDS`.
         """
 
+    def patience(self) -> float:
+        """Seconds after which there may be something to do without a command."""
+
     def close(self) -> None:
         """Fail what is open and give everything back."""
 
@@ -152,7 +155,7 @@ class EngineThread(Generic[WorkerType]):
             if not wait and self._commands.empty():
                 return True
             try:
-                command = self._commands.get(timeout=REST_SECONDS)
+                command = self._commands.get(timeout=min(worker.patience(), REST_SECONDS))
             except Empty:
                 return True
             if command is not None:

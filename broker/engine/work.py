@@ -20,6 +20,19 @@ class Wait(NamedTuple):
     shared_tokens: int
 
 
+class Hold(NamedTuple):
+    """It is this request's turn, but it lacks memory: so many others wait behind it."""
+
+    request: RequestId
+    others: int
+
+
+class Expire(NamedTuple):
+    """This request is past its deadline; answer with `ended`."""
+
+    request: RequestId
+
+
 class Part(NamedTuple):
     """Prompt tokens [start, stop) of a request."""
 
@@ -47,4 +60,4 @@ class Decode(NamedTuple):
     """One token for every running row."""
 
 
-Work = Admit | Wait | Prefill | Store | Decode
+Work = Admit | Wait | Hold | Expire | Prefill | Store | Decode

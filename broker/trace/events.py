@@ -50,7 +50,10 @@ class TraceStarted(Event, frozen=True):
 
 
 class Queued(Event, frozen=True):
-    """A request arrived. It was `submitted` then; a busy engine takes note of it a little later."""
+    """A request arrived. It was `submitted` then; a busy engine takes note of it a little later.
+
+    `deadline` is in seconds from then. `others` were queued already.
+    """
 
     submitted: float
     request: str
@@ -59,6 +62,10 @@ class Queued(Event, frozen=True):
     namespace: str
     prompt_tokens: int
     max_tokens: int
+    tenant: str = ""
+    priority: int = 0
+    deadline: float | None = None
+    others: int = 0
 
 
 class Waiting(Event, frozen=True):
@@ -67,6 +74,33 @@ class Waiting(Event, frozen=True):
     request: str
     leader: str
     shared_tokens: int
+
+
+class Held(Event, frozen=True):
+    """It is a request's turn, but it needs more bytes than are available: it is the next of its
+    priority from now on, and `others` wait with it.
+    """
+
+    request: str
+    need: int
+    available: int
+    others: int
+
+
+class Admitted(Event, frozen=True):
+    """A request's turn came after so many seconds, with `others` still queued.
+
+    What its tenant, swarm and agent had attained is in tokens, each on the scale of its kind, where
+    newcomers begin at the average: those with least are next.
+    """
+
+    request: str
+    seconds: float
+    priority: int
+    tenant_tokens: int
+    swarm_tokens: int
+    agent_tokens: int
+    others: int
 
 
 class Planned(Event, frozen=True):
@@ -217,6 +251,8 @@ TraceEvent = (
     TraceStarted
     | Queued
     | Waiting
+    | Held
+    | Admitted
     | Planned
     | PrefillChunk
     | FirstToken

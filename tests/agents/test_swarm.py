@@ -104,17 +104,29 @@ async def test_requests_carry_the_names_and_the_settings_of_their_swarm() -> Non
         stop=["\n"],
         tenant="t",
         sampling=sampling,
+        priority=-2,
+        deadline=60,
         grammar=digits,
         cache=False,
     )
     async with swarm:
         await swarm.spawn("one", name="editor")
         answer = Grammar(choice=["yes", "no"])
-        await swarm.spawn("two", max_tokens=3, stop=[], sampling=Sampling(), grammar=answer)
+        await swarm.spawn(
+            "two",
+            max_tokens=3,
+            stop=[],
+            sampling=Sampling(),
+            grammar=answer,
+            priority=4,
+            deadline=0.5,
+        )
     first, second = broker.requests
     assert (first.agent, first.swarm, first.tenant, first.cache) == ("editor", "review", "t", False)
     assert (first.max_tokens, first.stop, first.sampling) == (9, ("\n",), sampling)
+    assert (first.priority, first.deadline) == (-2, 60)
     assert (second.max_tokens, second.stop, second.sampling) == (3, (), Sampling())
+    assert (second.priority, second.deadline) == (4, 0.5)
     assert (first.grammar, second.grammar) == (digits, answer)
 
 
@@ -402,6 +414,8 @@ async def test_a_later_agent_hits_what_an_earlier_one_left() -> None:
         ({"seed": "x"}, "seed is 'x'"),
         ({"tenant": None}, "tenant is None"),
         ({"cache": "no"}, "cache is 'no'"),
+        ({"priority": 11}, "priority is 11"),
+        ({"deadline": 0}, "deadline is 0"),
     ],
 )
 def test_a_setting_that_no_turn_could_run_with_is_refused_at_once(

@@ -1,6 +1,7 @@
 """The engine's loop without a thread or an event loop: turn by turn, in the test's own thread."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import mlx.core as mx
 
 from mlx_swarm.broker import Completed, Delta, Request
 from mlx_swarm.broker.engine.loop import EngineLoop, EngineSettings
-from mlx_swarm.broker.engine.submission import Submission
+from mlx_swarm.broker.engine.submission import MAX_QUEUE, Submission
 from mlx_swarm.broker.models import LoadedModel
 from mlx_swarm.broker.request import RequestId, StreamEvent, TokenLogprob
 from mlx_swarm.broker.trace.recorder import Recorder
@@ -66,18 +67,24 @@ class Driver:
         chunk: int = 32,
         memory: int = 0,
         cold: Path | None = None,
+        max_queue: int = MAX_QUEUE,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         cold_bytes = 1 << 30 if cold else 0
-        settings = EngineSettings(ram, max_rows, chunk, memory, cold, cold_bytes)
-        self.engine = EngineLoop(model, Recorder(), settings)
+        settings = EngineSettings(
+            ram, max_rows, chunk, memory, cold, cold_bytes, max_queue=max_queue
+        )
+        self.recorder = Recorder(clock=clock)
+        self.engine = EngineLoop(model, self.recorder, settings)
         self.boxes: list[Box] = []
 
-    def submit(self, request: Request) -> Box:
+    def submit(self, request: Request, *, seconds_ago: float = 0.0) -> Box:
         """Queue a request; its box is the next one."""
         box: Any = Box()
         name = RequestId(f"request-{len(self.boxes)}")
         self.boxes.append(box)
-        self.engine.submit(Submission(name, request, box, 0.0))
+        submitted = self.recorder.now() - seconds_ago
+        self.engine.submit(Submission(name, request, box, submitted))
         return box  # type: ignore[no-any-return]
 
     def cancel(self, index: int) -> None:

@@ -1,4 +1,7 @@
-"""An engine without MLX for the scheduler's tests: memory is a set of stored prefixes."""
+"""An engine without MLX for the scheduler's tests: memory is a set of stored prefixes.
+
+Its clock stands still unless a turn takes `turn_seconds`.
+"""
 
 from collections import Counter
 from typing import TypeVar
@@ -6,8 +9,19 @@ from typing import TypeVar
 import numpy as np
 
 from mlx_swarm.broker.cache.prefix_hash import Tokens, common_prefix_length
+from mlx_swarm.broker.engine.fairness import Party
 from mlx_swarm.broker.engine.scheduler import Scheduler
-from mlx_swarm.broker.engine.work import Admit, Decode, Part, Prefill, Store, Wait, Work
+from mlx_swarm.broker.engine.work import (
+    Admit,
+    Decode,
+    Expire,
+    Hold,
+    Part,
+    Prefill,
+    Store,
+    Wait,
+    Work,
+)
 from mlx_swarm.broker.request import RequestId
 
 WorkType = TypeVar("WorkType")
@@ -17,6 +31,8 @@ class FakeEngine:
     """Does what the scheduler says and keeps the books.
 
     `refuses` is a cache that takes nothing; with `lasting` rows can be stored while they decode.
+    Running rows have `room` for so many tokens of prompts together. `served` counts the tokens
+    computed for each party's requests.
     """
 
     def __init__(
@@ -28,21 +44,31 @@ class FakeEngine:
         output: int = 2,
         refuses: bool = False,
         lasting: bool = False,
+        room: int = 1 << 30,
+        turn_seconds: float = 0.0,
     ) -> None:
+        self.now = 0.0
+        self.turn_seconds = turn_seconds
         self.scheduler = Scheduler(
             self.known,
             max_rows=max_rows,
             chunk=lambda decoding: prefill_chunk,
+            clock=lambda: self.now,
+            has_memory=self._has_room,
             minimum_shared=minimum_shared,
             computed=self.held if lasting else None,
         )
         self.lasting = lasting
         self.output = output
+        self.room = room
         self.refuses = refuses
         self.submitted = self.submitted_tokens = 0
         self.prompts: dict[RequestId, tuple[Tokens, str | None]] = {}
         self.positions: dict[RequestId, int] = {}
         self.decoded: Counter[RequestId] = Counter()
+        self.outputs: dict[RequestId, int] = {}
+        self.parties: dict[RequestId, Party] = {}
+        self.served: Counter[Party] = Counter()
         self.memory: list[tuple[str, Tokens]] = []
         self.computed: Counter[tuple[str | None, bytes]] = Counter()
         self.log: list[Work] = []
@@ -54,13 +80,28 @@ class FakeEngine:
         *,
         namespace: str | None = "shared",
         boundaries: tuple[int, ...] = (),
+        party: Party | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        output: int = 0,
     ) -> RequestId:
         request = RequestId(name)
         prompt = np.array(tokens, np.uint32)
         self.prompts[request] = prompt, namespace
         self.submitted += 1
         self.submitted_tokens += len(tokens)
-        self.scheduler.submit(request, prompt, namespace, boundaries)
+        self.outputs[request] = output or self.output
+        self.parties[request] = party or Party()
+        self.scheduler.submit(
+            request,
+            prompt,
+            namespace,
+            boundaries,
+            max_tokens=self.outputs[request],
+            party=self.parties[request],
+            priority=priority,
+            deadline=None if deadline is None else self.now + deadline,
+        )
         return request
 
     def known(self, tokens: Tokens, namespace: str) -> int:
@@ -69,11 +110,13 @@ class FakeEngine:
 
     def turn(self) -> Work | None:
         """One piece of work, done."""
+        self.now += self.turn_seconds
         work = self.scheduler.next()
         if work is not None:
             self.log.append(work)
         # No piece of work is done for nothing, so there is an end to it.
-        assert len(self.log) <= 4 * self.submitted_tokens + 20 * self.submitted
+        outputs = sum(self.outputs.values())
+        assert len(self.log) <= 4 * self.submitted_tokens + 20 * self.submitted + outputs
         match work:
             case Admit(request):
                 prompt, namespace = self.prompts[request]
@@ -87,7 +130,9 @@ class FakeEngine:
                 self.scheduler.stored(request, kept=not self.refuses)
             case Decode():
                 self._decode()
-            case Wait() | None:
+            case Expire(request):
+                self.cancel(request)
+            case Wait() | Hold() | None:
                 pass
         self.scheduler.check_integrity()
         return work
@@ -132,9 +177,14 @@ class FakeEngine:
         """All work of one kind so far."""
         return [work for work in self.log if isinstance(work, kind)]
 
+    def _has_room(self, request: RequestId) -> bool:
+        used = sum(len(self.prompts[row][0]) for row in self.positions)
+        return not used or used + len(self.prompts[request][0]) <= self.room
+
     def _prefill(self, request: RequestId, start: int, stop: int) -> None:
         prompt, namespace = self.prompts[request]
         assert start == self.positions[request] < stop < len(prompt)
+        self.served[self.parties[request]] += stop - start
         for end in range(start + 1, stop + 1):
             self.computed[namespace, prompt[:end].tobytes()] += 1
         self.positions[request] = stop
@@ -145,5 +195,6 @@ class FakeEngine:
         assert running
         for request in running:
             self.decoded[request] += 1
-            if self.decoded[request] == self.output:
+            self.served[self.parties[request]] += 1
+            if self.decoded[request] == self.outputs[request]:
                 (self.cancel if self.lasting else self.fail)(request)

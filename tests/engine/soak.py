@@ -1,10 +1,10 @@
 """A long random life of the batch lane: `python -m tests.engine.soak --seconds 3600`.
 
 In each world an engine of another model kind, budget and row limit serves a random mix of arrivals,
-cancellations and injected failures. Greedy tokens must be mlx-lm's, seeded ones those of the same
-request alone (a sum in another order may turn a draw once in `RARELY` requests); nothing may be
-left behind. Prints its progress, and the seed of the world that failed (`--seed S --worlds 1`
-repeats it). `--kind smollm2-135m` lives in the real model alone, which is slow.
+cancellations, deadlines and injected failures. Greedy tokens must be mlx-lm's, seeded ones those of
+the same request alone (a sum in another order may turn a draw once in `RARELY` requests); nothing
+may be left behind. Prints its progress, and the seed of the world that failed (`--seed S --worlds
+1` repeats it). `--kind smollm2-135m` lives in the real model alone, which is slow.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from mlx_swarm.broker import Request, Sampling
 from mlx_swarm.broker.engine import sharing
 from mlx_swarm.broker.engine.decode_batch import PrefillLimits
 from mlx_swarm.broker.engine.memory import weight_bytes
-from mlx_swarm.broker.errors import OutOfMemory
+from mlx_swarm.broker.errors import DeadlineExceeded, OutOfMemory
 from tests.engine.driver import Box, Driver, assert_greedy
 from tests.engine.test_shared import KINDS, SIZES, FailingModel, model_of, with_model
 from tests.tiny_broker import SHARED
@@ -48,12 +48,14 @@ class World:
         self.kind = kind or self.random.choice(sorted(WORLDS))
         self.model = model_of(WORLDS.get(self.kind, self.kind))
         self.failing: Any = FailingModel(self.model.model)
+        self.now = 0.0
         self.driver = Driver(
             with_model(self.model, self.failing),
             ram=self.random.choice([0, 40_000, 200_000, 64 << 20]),
             max_rows=self.random.randint(1, 10),
             chunk=self.random.choice([8, 32, 128]),
             memory=weight_bytes(self.model) + self.random.choice([200_000, 1_000_000, 1 << 30]),
+            clock=lambda: self.now,
         )
         self.narrow()
         self.asked: list[Request] = []
@@ -74,6 +76,7 @@ class World:
         """So many random actions; then everything runs to its end and is checked."""
         names, weights = list(ACTIONS), list(ACTIONS.values())
         for _ in range(steps):
+            self.now += self.random.choice([0.0, 0.1, 3.0])
             getattr(self, self.random.choices(names, weights)[0])()
             self.driver.engine.check_integrity()
         self.failing.left = 0
@@ -127,6 +130,10 @@ class World:
                 top_logprobs=pick.choice([0, 1, 5, 20]) if is_asking else 0,
                 cache=pick.random() < 0.85,
                 tenant=pick.choice(["", "", "", "other"]),
+                swarm=pick.choice(["", "s"]),
+                agent=pick.choice(["", "a", "b"]),
+                priority=pick.choice([0, 0, 0, -1, 2]),
+                deadline=pick.choice([*[None] * 8, 0.5, 20.0]),
                 boundaries=boundaries,
             )
         )
@@ -152,7 +159,8 @@ class World:
     def check(self, request: Request, box: Box) -> None:
         """The tokens are right as far as they go; what fails was made to, or lacked memory."""
         if box.error is not None:
-            assert "on purpose" in str(box.error) or isinstance(box.error, OutOfMemory), box.error
+            is_expected = isinstance(box.error, OutOfMemory | DeadlineExceeded)
+            assert is_expected or "on purpose" in str(box.error), box.error
             self.failures += 1
         elif box.end is not None and box.end.finish_reason == "length":
             assert len(box.tokens) == request.max_tokens
@@ -198,7 +206,7 @@ def main() -> None:
             sys.stdout.flush()
     seconds = time.monotonic() - begun
     sys.stdout.write(
-        f"passed: {worlds} worlds, {requests} requests, {failures} ended by injected failures, "
+        f"passed: {worlds} worlds, {requests} requests, {failures} ended by deadlines or failures, "
         f"{turned} seeded replies turned by rounding, {seconds:.0f} s\n"
     )
 

@@ -317,10 +317,10 @@ def test_a_long_queue_is_not_gone_through_at_every_change() -> None:
         looked_up += 1
         return 0
 
-    scheduler = Scheduler(known, max_rows=4, chunk=lambda decoding: 64)
+    scheduler = Scheduler(known, max_rows=4, chunk=lambda decoding: 64, clock=lambda: 0.0)
     requests = [R(f"r{number}") for number in range(400)]
     for number, request in enumerate(requests):
-        scheduler.submit(request, np.array([number] * 20, np.uint32), "shared")
+        scheduler.submit(request, np.array([number] * 20, np.uint32), "shared", max_tokens=1)
     for request in requests:
         assert scheduler.next() == Admit(request, False)
         scheduler.admitted(request, 19)

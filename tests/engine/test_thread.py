@@ -1,5 +1,6 @@
 """The thread that owns MLX, and the way back from it, on asyncio and trio."""
 
+import math
 import os
 import sys
 import threading
@@ -29,6 +30,9 @@ class Counting:
         self.turns += 1
         self.work = max(self.work - 1, 0)
         return self.work > 0
+
+    def patience(self) -> float:
+        return math.inf
 
     def close(self) -> None:
         assert threading.get_ident() == self.thread

@@ -9,6 +9,7 @@ import pytest
 
 from mlx_swarm.broker.trace import events
 from mlx_swarm.broker.trace.events import (
+    Admitted,
     Cancelled,
     DecodeStep,
     Demoted,
@@ -18,6 +19,7 @@ from mlx_swarm.broker.trace.events import (
     Failed,
     Finished,
     FirstToken,
+    Held,
     Planned,
     PrefillChunk,
     Pressure,
@@ -46,8 +48,23 @@ EXAMPLES: list[Event] = [
         namespace="n",
         prompt_tokens=9,
         max_tokens=4,
+        tenant="house",
+        priority=-1,
+        deadline=2.5,
+        others=3,
     ),
     Waiting(time=0.5, request="r2", leader="r1", shared_tokens=8),
+    Held(time=0.5, request="r3", need=4096, available=512, others=2),
+    Admitted(
+        time=0.55,
+        request="r1",
+        seconds=0.05,
+        priority=-1,
+        tenant_tokens=900,
+        swarm_tokens=500,
+        agent_tokens=80,
+        others=2,
+    ),
     Planned(
         time=0.6,
         request="r1",
