@@ -55,7 +55,7 @@ class Scope:
         broker: SwarmBroker,
         tasks: TaskGroup,
         feed: EventFeed,
-        limiter: CapacityLimiter | None,
+        limiter: CapacityLimiter,
     ) -> None:
         self.broker = broker
         self.tasks = tasks

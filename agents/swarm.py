@@ -20,6 +20,9 @@ from .scope import Scope, Settings
 
 GREEDY = Sampling()
 
+CONCURRENCY = 512
+"""Turns of a swarm that are with the broker at one time: two swarms fit into its queue."""
+
 
 class Swarm:
     """Agents with the same `instructions`, which are prefilled and held once for all of them.
@@ -28,12 +31,12 @@ class Swarm:
     spawned. Leaving it waits for all of them; an exception in it cancels them. Nothing is left
     running. An agent's failure is its own: it reaches whoever awaits that agent, the others go on.
 
-    `concurrency` bounds the turns that are with the broker at one time; a broker lets about a
-    thousand wait (`max_queue`). `max_tokens`, `sampling`, `grammar`, `stop`, `logprobs`,
-    `top_logprobs`, `priority` and `deadline` hold for every turn, as in a `Request`; a deadline
-    runs from when the turn is with the broker. With `seed`, or a seed in `sampling`, a turn's own
-    seed is derived from that seed, the agent's name and the number of the turn. `tenant` separates
-    caches; `cache=False` neither reads nor writes the cache.
+    `concurrency` bounds the turns that are with the broker at one time, the others wait here: a
+    broker lets about a thousand wait (`max_queue`). `max_tokens`, `sampling`, `grammar`, `stop`,
+    `logprobs`, `top_logprobs`, `priority` and `deadline` hold for every turn, as in a `Request`; a
+    deadline runs from when the turn is with the broker. With `seed`, or a seed in `sampling`, a
+    turn's own seed is derived from that seed, the agent's name and the number of the turn. `tenant`
+    separates caches; `cache=False` neither reads nor writes the cache.
     """
 
     def __init__(
@@ -41,7 +44,7 @@ class Swarm:
         broker: SwarmBroker,
         *,
         instructions: str = "",
-        concurrency: int | None = None,
+        concurrency: int = CONCURRENCY,
         max_tokens: int = 256,
         sampling: Sampling = GREEDY,
         grammar: Grammar | None = None,
@@ -55,8 +58,7 @@ class Swarm:
         name: str = "swarm",
         cache: bool = True,
     ) -> None:
-        if concurrency is not None:
-            check_whole("concurrency", concurrency, 1, "at least 1")
+        check_whole("concurrency", concurrency, 1, "at least 1")
         if instructions:
             check_text("instructions", instructions)
         self.name = name
@@ -156,7 +158,7 @@ class Swarm:
     async def __aenter__(self) -> Self:
         if self._scope is not None:
             raise SwarmClosed(f"swarm {self.name!r} was entered already; a swarm has one scope")
-        limiter = None if self._concurrency is None else anyio.CapacityLimiter(self._concurrency)
+        limiter = anyio.CapacityLimiter(self._concurrency)
         tasks = anyio.create_task_group()
         await tasks.__aenter__()
         self._scope = Scope(self._broker, tasks, self._feed, limiter)

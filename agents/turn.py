@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Callable, Generator
-from contextlib import nullcontext
 from typing import Any, Self
 
 import anyio
@@ -98,7 +97,7 @@ class Turn:
             with self._cancellation:
                 if previous is not None:
                     await previous
-                async with self._scope.limiter or nullcontext():
+                async with self._scope.limiter:
                     await self._generate()
         except Exception as error:
             self._error = error

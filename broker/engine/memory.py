@@ -133,7 +133,7 @@ def bounded_pool(limit: int) -> Iterator[None]:
         _pool.remove(bound)
 
 
-class _PoolBounds:
+class PoolBounds:
     """The bounds of all engines of this process, of which the least counts; without any MLX's pool
     is as it was before the first.
     """
@@ -159,7 +159,7 @@ class _PoolBounds:
         mx.set_cache_limit(min([self._before, *self._bounds]))
 
 
-_pool = _PoolBounds()
+_pool = PoolBounds()
 
 
 def weight_bytes(model: LoadedModel) -> int:

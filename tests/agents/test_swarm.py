@@ -15,6 +15,8 @@ from mlx_swarm.agents import (
     Swarm,
     SwarmEvent,
 )
+from mlx_swarm.agents.swarm import CONCURRENCY
+from mlx_swarm.broker.engine.submission import MAX_QUEUE
 from mlx_swarm.broker.errors import (
     AgentCancelled,
     ContextOverflow,
@@ -24,6 +26,7 @@ from mlx_swarm.broker.errors import (
 )
 from mlx_swarm.broker.request import Grammar, Request, Sampling, Usage
 from tests.agents.fake_broker import FakeBroker, Reply, user_text
+from tests.tiny_broker import tiny
 
 pytestmark = pytest.mark.anyio
 
@@ -455,3 +458,16 @@ async def test_results_and_deltas_carry_log_probabilities_where_the_swarm_asks_f
         assert (await swarm.map(["one"]))[0].logprobs == ()
     with pytest.raises(InvalidRequest, match="top_logprobs is 2"):
         Swarm(broker, top_logprobs=2)
+
+
+async def test_more_turns_than_a_broker_lets_wait_wait_in_the_swarm() -> None:
+    async with (
+        tiny(max_rows=4, max_queue=2) as broker,
+        Swarm(broker, concurrency=6, max_tokens=1) as swarm,
+    ):
+        results = await swarm.map([f"task {number}" for number in range(40)])
+    assert len(results.values()) == 40
+
+
+def test_two_swarms_fit_into_the_queue_of_a_broker() -> None:
+    assert 2 * CONCURRENCY <= MAX_QUEUE

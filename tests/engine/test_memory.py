@@ -9,7 +9,7 @@ import pytest
 
 from mlx_swarm.broker import Request
 from mlx_swarm.broker.cache.ledger import Purpose
-from mlx_swarm.broker.engine import sharing
+from mlx_swarm.broker.engine import memory, sharing
 from mlx_swarm.broker.engine.kernels.launch import MAX_SPANS
 from mlx_swarm.broker.engine.memory import (
     RowMemory,
@@ -43,6 +43,8 @@ def test_the_pool_is_bounded_while_a_broker_lives_and_never_widened(
         limits.append(limit)
         return limits[-2]
 
+    # Engines that other tests have not closed are no concern of this one.
+    monkeypatch.setattr(memory, "_pool", memory.PoolBounds())
     monkeypatch.setattr(mx, "set_cache_limit", set_cache_limit)
     with bounded_pool(48 * GIB):
         assert limits[-1] == within
@@ -59,6 +61,8 @@ def test_the_pool_is_bounded_until_the_last_broker_is_closed(
         limits.append(limit)
         return limits[-2]
 
+    # Engines that other tests have not closed are no concern of this one.
+    monkeypatch.setattr(memory, "_pool", memory.PoolBounds())
     monkeypatch.setattr(mx, "set_cache_limit", set_cache_limit)
     pools = [bounded_pool(48 * GIB), bounded_pool(32 * GIB)]
     for pool in pools:
@@ -92,8 +96,8 @@ def test_rows_wait_for_memory_in_their_order_and_all_are_served() -> None:
     model = model_of("llama")
     bytes_per_token = 3 * 2 * 2 * 16 * 4
     # Two rows of 66 prompt and 10 new tokens at a time, and not much of a cache beside them.
-    memory = weight_bytes(model) + 2 * 80 * bytes_per_token
-    driver = Driver(model, max_rows=8, memory=memory)
+    limit = weight_bytes(model) + 2 * 80 * bytes_per_token
+    driver = Driver(model, max_rows=8, memory=limit)
     asked = [Request(tokens=prompt(agent)[agent:], max_tokens=10) for agent in range(6)]
     boxes = [driver.submit(request) for request in asked]
     most = 0
@@ -102,7 +106,7 @@ def test_rows_wait_for_memory_in_their_order_and_all_are_served() -> None:
         most = max(most, counts.prefilling + counts.decoding)
         driver.engine.check_integrity()
         used = driver.engine.statistics().memory
-        assert sum(used.committed.values()) + sum(used.reserved.values()) <= memory
+        assert sum(used.committed.values()) + sum(used.reserved.values()) <= limit
     assert 1 <= most < 6
     for request, box in zip(asked, boxes, strict=True):
         assert len(box.tokens) == 10
@@ -137,8 +141,8 @@ def test_what_no_span_serves_is_copied_only_into_memory_that_there_is(copies: in
     token = 3 * 2 * 2 * 16 * 4
     whole, own = 521 * token, 121 * token
     # Everybody's prompt in the cache, everybody's output, and the copies of some prompts.
-    memory = weight_bytes(model) + 11 * (whole + own) + copies * whole + whole // 2
-    driver = Driver(model, ram=12 * whole, max_rows=11, chunk=512, memory=memory)
+    limit = weight_bytes(model) + 11 * (whole + own) + copies * whole + whole // 2
+    driver = Driver(model, ram=12 * whole, max_rows=11, chunk=512, memory=limit)
     boxes = [driver.submit(each) for each in asked]
     while driver.engine.turn():
         driver.engine.check_integrity()
