@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from mlx_swarm.broker import cli
+from tests.cache.ssd.folders import store_all
 
 MODEL = "synthetic:llama?layers=2&context=4096&tokenizer=smollm2-135m"
 DEMO = ("demo", "--no-cold", "--model", MODEL, "--max-tokens", "6")
@@ -62,9 +63,23 @@ def test_help_lists_the_commands(capsys: Captured, arguments: list[str]) -> None
     assert "demo" in capsys.readouterr().out
 
 
-def test_help_does_not_import_mlx() -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["demo", "--help"],
+        ["demo", "--agents", "0"],
+        ["demo", "--max-tokens", "0"],
+        ["cache", "ls", "-C", "FOLDER"],
+        ["cache", "show", "", "-C", "FOLDER"],
+        ["cache", "verify", "-C", "FOLDER"],
+        ["cache", "rm", "--all", "-C", "FOLDER"],
+    ],
+)
+def test_what_needs_no_model_does_not_import_mlx(arguments: list[str], tmp_path: Path) -> None:
+    store_all(tmp_path, [range(20)])
+    line = [str(tmp_path) if word == "FOLDER" else word for word in arguments]
     code = (
-        "import sys; from mlx_swarm.broker import cli; cli.run(['demo', '--help']); "
+        f"import sys; from mlx_swarm.broker import cli; cli.run({line}); "
         "sys.exit('mlx.core' in sys.modules or 'mlx_lm' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

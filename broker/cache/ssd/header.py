@@ -16,7 +16,8 @@ import xxhash
 from msgspec import Struct
 
 from ...errors import CorruptFile, ForeignFile
-from ..layout import Layout, dtype_of
+from ..dtypes import item_bytes
+from ..layout import Layout
 from ..runs import Runs, count_runs
 
 FORMAT = 1
@@ -207,7 +208,7 @@ def _seal(about: str, digits: str) -> str:
 
 def _append(tensors: list[Tensor], name: str, dtype: str, shape: tuple[int, ...]) -> None:
     """Lay a tensor out behind those before it, unless it is empty."""
-    row = dtype_of(dtype).size * prod(shape[1:])
+    row = item_bytes(dtype) * prod(shape[1:])
     offset = tensors[-1].offset + tensors[-1].nbytes if tensors else 0
     number = tensors[-1].blocks[-1].number + 1 if tensors else 0
     step = max(1, BLOCK_BYTES // row) if row else 1
