@@ -10,7 +10,7 @@ from typing import Self
 from ...errors import ColdStoreBusy, ColdStoreRefused
 from ..cold import ColdMatch, ColdWrite, Flushed, Restored
 from ..layout import Layout
-from ..ledger import Ledger, Purpose
+from ..ledger import Ledger, Purpose, format_bytes
 from ..prefix_hash import Tokens
 from ..statistics import ColdStatistics
 from .disk import Disk
@@ -123,6 +123,11 @@ class SsdStore:
 
     # Writing
 
+    @property
+    def is_read_only(self) -> bool:
+        """Whether another process writes to the folder, or nothing can be written."""
+        return self._folder.is_read_only
+
     def store(self, write: ColdWrite) -> None:
         """Queue what the store lacks of a write. See `ColdStore.store`."""
         folder = self._folder
@@ -162,7 +167,10 @@ class SsdStore:
         left = self._writer.close(timeout, LAST_SECONDS)
         if left.writes:
             _log.warning(
-                "closed %s before %d writes with %d bytes had ended", self._folder.path, *left
+                "closed %s before %d writes (%s) had ended",
+                self._folder.path,
+                left.writes,
+                format_bytes(left.bytes),
             )
         if not self._reader.close(max(0.0, deadline - time.monotonic())):
             _log.warning("closed %s while the disk hung in a read", self._folder.path)
