@@ -114,7 +114,9 @@ def test_a_second_run_reads_its_instructions_from_disk(
     told = [agent["text"] for agent in first["per_agent"]]
     assert [agent["text"] for agent in second["per_agent"]] == told
     assert cli.run(["cache", "ls"]) == 0
-    assert "1 " in capsys.readouterr().out
+    listed = capsys.readouterr().out
+    assert "1 " in listed
+    assert "synthetic" in listed
 
 
 def test_json_has_the_totals_and_every_agent(compared: dict[str, Any]) -> None:

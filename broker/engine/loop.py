@@ -96,7 +96,7 @@ class EngineLoop:
         self.ledger = Ledger(settings.memory or device_limit())
         self.ledger.charge(Purpose.WEIGHTS, weight_bytes(model))
         self._cold = (
-            SsdStore(settings.cold, settings.cold_bytes, ledger=self.ledger)
+            SsdStore(settings.cold, settings.cold_bytes, ledger=self.ledger, model=model.name)
             if settings.cold
             else None
         )

@@ -75,12 +75,12 @@ class Tensor(NamedTuple):
         return sum(block.size for block in self.blocks)
 
 
-class Header(Struct, frozen=True, kw_only=True, dict=True):
+class Header(Struct, frozen=True, kw_only=True, dict=True, omit_defaults=True):
     """Tokens [start, stop) of a sequence of a namespace (a digest), which follow those of `parent`.
 
     `key` is the file's name, `parent` that of the file it hangs on, or the namespace at the root.
     `runs` are the positions held for each of `layout.groups`. With no tokens it is a checkpoint
-    alone.
+    alone. `model` is a name for people; files of older versions have none.
     """
 
     key: str
@@ -92,6 +92,7 @@ class Header(Struct, frozen=True, kw_only=True, dict=True):
     layout: Layout
     runs: tuple[Runs, ...]
     has_checkpoint: bool
+    model: str = ""
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:

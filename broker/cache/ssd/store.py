@@ -44,7 +44,7 @@ class SsdStore:
     Where another process writes to the folder, or nothing can be written, it only reads. `find`,
     `covers` and `store` are called in the thread that owns MLX, `restore` in any. At most
     `queue_bytes` wait to be written. `ledger` is charged with what is being read, and with the
-    copies that wait to be written.
+    copies that wait to be written. Files bear the name of `model`, for people.
     """
 
     def __init__(
@@ -54,11 +54,13 @@ class SsdStore:
         *,
         queue_bytes: int = QUEUE_BYTES,
         ledger: Ledger | None = None,
+        model: str = "",
         disk: Disk | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._folder = Folder(folder, max_bytes, disk, clock_ns)
         self._ledger = ledger
+        self._model = model
         self._restore_seconds = 0.0
         self._is_failing = False
         self._is_synced = True
@@ -225,7 +227,7 @@ class SsdStore:
                 lacking = lacking_of(folder.index, namespace, tokens, pieces.layout, pieces.pieces)
                 _require_no_gap(lacking, pieces)
                 pins.callback(folder.pin(lacking.chain.records))
-            for header, rows in files_of(lacking, pieces, namespace, tokens):
+            for header, rows in files_of(lacking, pieces, namespace, tokens, self._model):
                 folder.make_room(file_bytes(header))
                 self._is_synced = False
                 write_file(folder.disk, folder.path, header, rows)
