@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from mlx_swarm.broker import cli
+from mlx_swarm.broker.interrupts import SAME_SECONDS
 from tests.cache.ssd.folders import store_all
 
 MODEL = "synthetic:llama?layers=2&context=4096&tokenizer=smollm2-135m"
@@ -230,7 +231,7 @@ def test_signals_end_it_quietly(numbers: list[signal.Signals], code: int) -> Non
         while " | " not in process.stdout.readline():  # agents are writing
             assert process.poll() is None
         process.send_signal(numbers[0])
-        while "stopping" not in process.stderr.readline():
+        while "stopping after the current step" not in process.stderr.readline():
             assert process.poll() is None
         for number in numbers[1:]:
             time.sleep(0.02)  # else the system makes one of several
@@ -238,6 +239,44 @@ def test_signals_end_it_quietly(numbers: list[signal.Signals], code: int) -> Non
         complaints = process.communicate()[1]
     assert process.returncode == code
     assert complaints == ""
+
+
+WAIT_FOR_EVER = """
+import time
+from mlx_swarm.broker.interrupts import INTERRUPTS
+INTERRUPTS.install()
+with INTERRUPTS.ended_by(lambda: None):
+    print("ready", flush=True)
+    while True:
+        time.sleep(1)
+"""
+
+
+def test_a_second_signal_ends_at_once_what_does_not_end() -> None:
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", WAIT_FOR_EVER]
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert "a second Ctrl-C ends it at once" in process.stderr.readline()
+        time.sleep(1.5 * SAME_SECONDS)
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate() == ("", "")
+    assert process.returncode == 143
+
+
+def test_a_signal_while_the_model_loads_says_that_it_loads() -> None:
+    command = [sys.executable, "-m", "mlx_swarm.broker.cli", *DEMO]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, bufsize=1) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("model: ")
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate()[1].splitlines()
+    [line] = [line for line in said if not line.startswith("model: ")]
+    assert line.startswith("mlx-swarm: stopping as soon as loading allows")
+    assert process.returncode == 143
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
