@@ -35,7 +35,10 @@ def _root(context: typer.Context) -> None:
 
 @app.command("ls")
 def list_namespaces(folder: FolderOption = None) -> None:
-    """List what each namespace has on disk, the last used first."""
+    """List what each namespace has on disk, the last used first.
+
+    A namespace is one model in one form. Files of older versions do not name it.
+    """
     from .cache.ledger import format_bytes
     from .cache.ssd.inspection import namespaces
 
