@@ -9,7 +9,8 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from mlx_swarm.broker.cache.layout import Layout, TokenLeaf, dtype_of
+from mlx_swarm.broker.cache.dtypes import dtype_of
+from mlx_swarm.broker.cache.layout import Layout, TokenLeaf
 from mlx_swarm.broker.cache.prompt_cache import PromptCache
 from mlx_swarm.broker.cache.ssd import SsdStore
 

@@ -9,6 +9,7 @@ import platform
 import statistics
 import sys
 import time
+import tomllib
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
@@ -24,6 +25,7 @@ from mlx_swarm.broker import backend
 from mlx_swarm.broker.errors import SwarmError
 
 Contender = Callable[[], float | None]
+PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 DISTRIBUTIONS = ("mlx-swarm", "mlx", "mlx-lm")
 
 
@@ -218,11 +220,13 @@ def _ratio(figure: Figure, baseline: Figure, *, higher_is_better: bool) -> Ratio
 
 
 def _version(name: str) -> str:
-    """Of an installed distribution; a checkout on the path has none."""
+    """Of an installed distribution, or of this project's sources if they are only on the path."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
-        return "not installed"
+        pass
+    project = tomllib.loads(PROJECT.read_text("utf-8"))["project"]
+    return str(project["version"]) if name == project["name"] else "not installed"
 
 
 def _device(kind: str) -> str:

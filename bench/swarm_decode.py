@@ -14,8 +14,9 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 from mlx_lm.sample_utils import greedy_sampler
 
 from bench.swarm_setup import Setup
+from mlx_swarm.broker.cache.dtypes import dtype_of
 from mlx_swarm.broker.cache.extents import Extent
-from mlx_swarm.broker.cache.layout import TokenLeaf, dtype_of
+from mlx_swarm.broker.cache.layout import TokenLeaf
 from mlx_swarm.broker.cache.segments import Segment
 from mlx_swarm.broker.engine import shared_attention
 from mlx_swarm.broker.engine.decode_batch import DecodeBatch

@@ -8,6 +8,7 @@ module is imported before anything that imports MLX.
 import ctypes
 import ctypes.util
 import importlib.util
+import logging
 import os
 import sys
 from importlib import metadata
@@ -21,6 +22,8 @@ BLAS_HINT = (
     "MLX runs on its slow built-in BLAS here: install OpenBLAS "
     "(`apt install libopenblas0`) for about 20 times the prompt speed and 8 times the batch speed"
 )
+
+_log = logging.getLogger(__name__)
 
 
 class Backend(NamedTuple):
@@ -40,7 +43,8 @@ def load_blas() -> str:
     """Put a fast BLAS under MLX's CPU build; return its library name, or "" if none was loaded.
 
     Does nothing on a Mac, on CUDA, without MLX, or when MLX is imported already.
-    `MLX_SWARM_BLAS` names a library to use instead, or `off`.
+    `MLX_SWARM_BLAS` names a library to use instead, or `off`; one that cannot be loaded is warned
+    of, and nothing else takes its place.
     """
     choice = os.environ.get(BLAS_VARIABLE, "")
     if sys.platform != "linux" or choice == "off" or "mlx.core" in sys.modules:
@@ -50,7 +54,9 @@ def load_blas() -> str:
     for name in (choice,) if choice else BLAS_NAMES:
         try:
             ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
-        except OSError:
+        except OSError as error:
+            if choice:
+                _log.warning("%s=%s is not used: %s", BLAS_VARIABLE, choice, error)
             continue
         return name
     return ""

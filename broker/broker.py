@@ -142,7 +142,8 @@ class Broker:
     async def flush(self, seconds: float = 30.0) -> "Flushed":
         """Write what only RAM has to the cold tier, so that it survives a crash.
 
-        Waits for at most so many seconds, in which no request goes on; returns what is left.
+        Waits for at most so many seconds, in which no request goes on. Returns what is left to
+        write, not what was written: `Flushed(writes=0, bytes=0)` if all of it is on disk.
         Raises `InvalidRequest` for what is no number of seconds.
         """
         check_range("seconds", seconds, 0, MOST_FLUSH_SECONDS)

@@ -2,8 +2,8 @@
 
 Whatever goes wrong on purpose is one line on stderr and an exit code: 1 for a `SwarmError` and for
 what the system refuses (a full disk, say), 2 for a command line that cannot be read, 130 for Ctrl-C
-and 128 plus the signal for the others, which end a command just as orderly. After the first, the
-others are ignored: see `interrupts`.
+and 128 plus the signal for the others, which end a command just as orderly. A second one ends it
+at once: see `interrupts`.
 """
 
 import os

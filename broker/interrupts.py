@@ -1,24 +1,32 @@
-"""Signals that end a command: the first ends it in order, and what follows cannot disturb that."""
+"""Signals that end a command: the first ends it in order, a further one at once."""
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-NOTICE = b"mlx-swarm: stopping after the current step\n"
+STOPPING = "stopping"
 STANDARD_ERROR = 2
+SAME_SECONDS = 0.3
+"""A terminal and what it runs under both pass a Ctrl-C on: so shortly after, it is the same one."""
+
+SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Interrupts:
     """SIGINT, SIGTERM and SIGHUP of this process, from `install` to its end.
 
     The first that comes raises `KeyboardInterrupt` in the main thread or, inside `ended_by`, calls
-    what is named there. All further ones are ignored. `received` is the first one's number.
+    what is named there. One that comes later ends the process at once, with the exit code of the
+    first, which is in `received`. `notice` is what the user is told at the first.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self.notice = STOPPING
+        self._since = 0.0
         self._end: Callable[[], object] = _raise
         self._numbers: list[int] = []
 
@@ -51,12 +59,25 @@ class Interrupts:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
+            if time.monotonic() - self._since > SAME_SECONDS:
+                _leave(128 + self.received)
             return
-        self.received = number
-        with suppress(OSError):
-            # Not through sys.stderr, which may be in the middle of writing.
-            os.write(STANDARD_ERROR, NOTICE)
+        self.received, self._since = number, time.monotonic()
+        _say(f"mlx-swarm: {self.notice} (a second Ctrl-C ends it at once)\n".encode())
         self._end()
+
+
+def _leave(code: int) -> None:
+    """End the process without any more ado, but for the cursor, which a display may have hidden."""
+    if os.isatty(STANDARD_ERROR):
+        _say(SHOW_CURSOR)
+    os._exit(code)
+
+
+def _say(text: bytes) -> None:
+    """Not through sys.stderr, which may be in the middle of writing."""
+    with suppress(OSError):
+        os.write(STANDARD_ERROR, text)
 
 
 def _raise() -> None:

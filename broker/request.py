@@ -147,8 +147,10 @@ def check_messages(messages: Sequence[Message]) -> None:
 class Usage(Struct, frozen=True, kw_only=True):
     """What requests cost, in tokens and seconds; usages add up.
 
-    prompt_tokens = ram_tokens + cold_tokens + prefilled_tokens. Seconds are summed over requests,
-    so for several that ran side by side they exceed the wall time.
+    prompt_tokens = ram_tokens + cold_tokens + prefilled_tokens. A prompt's last token is always
+    computed, by the first decode step, and counted as prefilled: where all others were cached,
+    `prefill_seconds` are next to nothing, and the time to the first token is that step's. Seconds
+    are summed over requests, so for several that ran side by side they exceed the wall time.
     """
 
     requests: int = 0

@@ -3,6 +3,7 @@
 python examples/summarize_folder.py FOLDER [PATTERN] [MODEL]
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -43,15 +44,23 @@ async def summarize(texts: dict[str, str], model: str) -> None:
     )
 
 
-def main(folder: str, pattern: str = "*.txt", model: str = "smollm2-135m") -> None:
+def main() -> None:
     """Run the example."""
+    parser = argparse.ArgumentParser(description="Summarize every text file of a folder.")
+    parser.add_argument("folder", metavar="FOLDER", type=Path)
+    parser.add_argument("pattern", metavar="PATTERN", nargs="?", default="*.txt")
+    parser.add_argument("model", metavar="MODEL", nargs="?", default="smollm2-135m")
+    given = parser.parse_args()
+    if not given.folder.is_dir():
+        parser.error(f"there is no folder {given.folder}")
     try:
-        anyio.run(summarize, read(Path(folder), pattern), model)
-    except SwarmError as error:
+        texts = read(given.folder, given.pattern)
+        if not texts:
+            sys.exit(f"no file of {given.folder} that matches {given.pattern} has any text")
+        anyio.run(summarize, texts, given.model)
+    except (SwarmError, OSError) as error:
         sys.exit(str(error))
 
 
 if __name__ == "__main__":
-    if not 2 <= len(sys.argv) <= 4:
-        sys.exit(__doc__)
-    main(*sys.argv[1:])
+    main()

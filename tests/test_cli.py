@@ -14,6 +14,8 @@ import msgspec
 import pytest
 
 from mlx_swarm.broker import cli
+from mlx_swarm.broker.interrupts import SAME_SECONDS
+from tests.cache.ssd.folders import store_all
 
 MODEL = "synthetic:llama?layers=2&context=4096&tokenizer=smollm2-135m"
 DEMO = ("demo", "--no-cold", "--model", MODEL, "--max-tokens", "6")
@@ -62,9 +64,23 @@ def test_help_lists_the_commands(capsys: Captured, arguments: list[str]) -> None
     assert "demo" in capsys.readouterr().out
 
 
-def test_help_does_not_import_mlx() -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["demo", "--help"],
+        ["demo", "--agents", "0"],
+        ["demo", "--max-tokens", "0"],
+        ["cache", "ls", "-C", "FOLDER"],
+        ["cache", "show", "", "-C", "FOLDER"],
+        ["cache", "verify", "-C", "FOLDER"],
+        ["cache", "rm", "--all", "-C", "FOLDER"],
+    ],
+)
+def test_what_needs_no_model_does_not_import_mlx(arguments: list[str], tmp_path: Path) -> None:
+    store_all(tmp_path, [range(20)])
+    line = [str(tmp_path) if word == "FOLDER" else word for word in arguments]
     code = (
-        "import sys; from mlx_swarm.broker import cli; cli.run(['demo', '--help']); "
+        f"import sys; from mlx_swarm.broker import cli; cli.run({line}); "
         "sys.exit('mlx.core' in sys.modules or 'mlx_lm' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
@@ -99,7 +115,9 @@ def test_a_second_run_reads_its_instructions_from_disk(
     told = [agent["text"] for agent in first["per_agent"]]
     assert [agent["text"] for agent in second["per_agent"]] == told
     assert cli.run(["cache", "ls"]) == 0
-    assert "1 " in capsys.readouterr().out
+    listed = capsys.readouterr().out
+    assert "1 " in listed
+    assert "synthetic" in listed
 
 
 def test_json_has_the_totals_and_every_agent(compared: dict[str, Any]) -> None:
@@ -213,7 +231,7 @@ def test_signals_end_it_quietly(numbers: list[signal.Signals], code: int) -> Non
         while " | " not in process.stdout.readline():  # agents are writing
             assert process.poll() is None
         process.send_signal(numbers[0])
-        while "stopping" not in process.stderr.readline():
+        while "stopping after the current step" not in process.stderr.readline():
             assert process.poll() is None
         for number in numbers[1:]:
             time.sleep(0.02)  # else the system makes one of several
@@ -221,6 +239,44 @@ def test_signals_end_it_quietly(numbers: list[signal.Signals], code: int) -> Non
         complaints = process.communicate()[1]
     assert process.returncode == code
     assert complaints == ""
+
+
+WAIT_FOR_EVER = """
+import time
+from mlx_swarm.broker.interrupts import INTERRUPTS
+INTERRUPTS.install()
+with INTERRUPTS.ended_by(lambda: None):
+    print("ready", flush=True)
+    while True:
+        time.sleep(1)
+"""
+
+
+def test_a_second_signal_ends_at_once_what_does_not_end() -> None:
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", WAIT_FOR_EVER]
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert "a second Ctrl-C ends it at once" in process.stderr.readline()
+        time.sleep(1.5 * SAME_SECONDS)
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate() == ("", "")
+    assert process.returncode == 143
+
+
+def test_a_signal_while_the_model_loads_says_that_it_loads() -> None:
+    command = [sys.executable, "-m", "mlx_swarm.broker.cli", *DEMO]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, bufsize=1) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("model: ")
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate()[1].splitlines()
+    [line] = [line for line in said if not line.startswith("model: ")]
+    assert line.startswith("mlx-swarm: stopping as soon as loading allows")
+    assert process.returncode == 143
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MODEL = "synthetic:llama?layers=2&context=2048&tokenizer=smollm2-135m"
 
@@ -26,7 +28,26 @@ def test_summarize_folder(tmp_path: Path) -> None:
     assert not total.endswith(" 0 of them from the cache")
 
 
-def test_summarize_folder_says_what_it_needs() -> None:
-    done = run("summarize_folder.py")
-    assert done.returncode == 1
-    assert "FOLDER" in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ([], 2, "FOLDER"),
+        (["FOLDER", "*", "model", "more"], 2, "more"),
+        (["/no/such/folder"], 2, "there is no folder /no/such/folder"),
+        (["FOLDER"], 1, "matches *.txt has any text"),
+    ],
+)
+def test_summarize_folder_says_what_is_wrong(
+    arguments: list[str], code: int, said: str, tmp_path: Path
+) -> None:
+    arguments = [str(tmp_path) if word == "FOLDER" else word for word in arguments]
+    done = run("summarize_folder.py", *arguments)
+    assert done.returncode == code
+    assert said in done.stderr
+    assert done.stdout == ""
+
+
+def test_summarize_folder_has_help() -> None:
+    done = run("summarize_folder.py", "--help")
+    assert done.returncode == 0
+    assert "FOLDER" in done.stdout

@@ -116,9 +116,9 @@ def test_without_mlx_using_it_names_the_extra(clean: CleanVenv) -> None:
     assert ("mlx-swarm[cpu]" if sys.platform == "linux" else "pip install mlx") in done.stderr
 
 
-def test_without_mlx_importing_the_models_names_the_extra(clean: CleanVenv) -> None:
+def test_without_mlx_importing_the_loader_names_the_extra(clean: CleanVenv) -> None:
     code = (
-        "try: import mlx_swarm.broker.models\n"
+        "try: from mlx_swarm.broker.models import load\n"
         "except ImportError as error: print(type(error).__name__, str(error).splitlines()[0])"
     )
     assert clean.python(code).startswith("BackendMissing MLX is not installed: run `pip install")

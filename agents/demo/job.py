@@ -12,7 +12,7 @@ from rich.console import Console
 from mlx_swarm.broker import Broker
 from mlx_swarm.broker.backend import BLAS_HINT, describe
 from mlx_swarm.broker.errors import InvalidRequest
-from mlx_swarm.broker.interrupts import INTERRUPTS
+from mlx_swarm.broker.interrupts import INTERRUPTS, STOPPING
 from mlx_swarm.broker.models.cache_folder import kv_folder
 from mlx_swarm.broker.request import Message
 
@@ -23,6 +23,9 @@ from .report import Run, read_run
 from .tables import print_comparison, print_run
 from .texts import handbook, tasks_for
 
+LOADING_ENDS = "stopping as soon as loading allows"
+AGENTS_END = "stopping after the current step, or piece of a prompt"
+WRITING_ENDS = "the replies are being written to disk still, which takes 15 s at most"
 MOST_AGENTS = 1024
 LEAST_WIDTH = 20
 MAX_TOKENS = 48
@@ -67,6 +70,7 @@ async def _run_to_the_end(options: Options) -> bool:
 async def _run(options: Options) -> None:
     messages = _console(stderr=True)
     output = messages if options.json else _console()
+    INTERRUPTS.notice = LOADING_ENDS
     async with AsyncExitStack() as stack:
         with LoadingDisplay(messages) as loading:
             cold = kv_folder() if options.cold and not options.compare else None
@@ -76,11 +80,15 @@ async def _run(options: Options) -> None:
         if slow := describe().is_slow:
             messages.print(BLAS_HINT, highlight=False, soft_wrap=True)
         demo = Demo(broker, options, output, slow)
+        INTERRUPTS.notice = AGENTS_END
+        if cold is not None:
+            INTERRUPTS.notice += "; what is new is written to disk then"
         _announce(options, output, f"{_counted(options.agents)}, sharing their instructions …")
         shared, alone = await demo.run_agents("shared", sharing=True), None
         if options.compare:
             _announce(options, output, "the same without sharing …")
             alone = await demo.run_agents("alone", sharing=False)
+        INTERRUPTS.notice = STOPPING if cold is None else WRITING_ENDS
     if alone:
         print_comparison(output, shared, alone)
     if options.json:

@@ -1,13 +1,12 @@
 """How far a model is fetched and loaded: a bar on a terminal, a line a stage elsewhere."""
 
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-if TYPE_CHECKING:  # importing it takes MLX, and where that is missing the broker says so
-    from mlx_swarm.broker.models.progress import Progress
+from mlx_swarm.broker.models.progress import Progress
 
 
 class LoadingDisplay:
@@ -26,7 +25,7 @@ class LoadingDisplay:
             disable=not console.is_terminal,
         )
 
-    def report(self, progress: "Progress") -> None:
+    def report(self, progress: Progress) -> None:
         """Show a step of loading."""
         known = progress.stage in self._stages
         if not known:

@@ -32,8 +32,9 @@ def print_run(console: Console, run: Run, title: str) -> None:
         )
     console.print(table)
     console.print(
-        f"{run.shared_prefix_tokens:,} tokens of instructions in common, {prompt:,} prompt tokens "
-        f"in all: {prefilled:,} computed, {cached:,} from the cache; {run.seconds:.1f} s.",
+        f"{run.shared_prefix_tokens:,} tokens of instructions in common{_what_more(run)}, "
+        f"{prompt:,} prompt tokens in all: "
+        f"{prefilled:,} computed, {cached:,} from the cache; {run.seconds:.1f} s.",
         highlight=False,
         soft_wrap=True,
     )
@@ -57,6 +58,13 @@ def print_comparison(console: Console, shared: Run, alone: Run) -> None:
         ratio = f"{without / with_sharing:.1f}"
         table.add_row(name, f"{with_sharing:{form}}", f"{without:{form}}", ratio)
     console.print(table)
+
+
+def _what_more(run: Run) -> str:
+    """Why an agent may have found more than the instructions in the cache."""
+    if all(agent.cached_tokens <= run.shared_prefix_tokens for agent in run.agents):
+        return ""
+    return " (more is cached where tasks begin alike, or were read before)"
 
 
 def _told_of_the_disk(run: Run) -> str:

@@ -12,7 +12,8 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import create_attention_mask
 
 from ..errors import CacheError
-from .layout import TokenLeaf, dtype_name
+from .dtypes import dtype_name
+from .layout import TokenLeaf
 from .runs import Runs, clean_runs, intersect_runs, show_runs
 from .segments import KVHandle, Segment, coverage, covers, owned, select
 

@@ -54,7 +54,10 @@ class ColdWrite(NamedTuple):
 
 
 class Flushed(NamedTuple):
-    """What a flush left: writes, and bytes of them, that are not durable yet."""
+    """What a flush left undone: writes, and bytes of them, that are not durable yet.
+
+    (0, 0) is the best outcome: all that there was is on disk.
+    """
 
     writes: int
     bytes: int

@@ -12,7 +12,8 @@ from itertools import pairwise
 import mlx.core as mx
 
 from ..errors import CacheError
-from .layout import Group, Layout, dtype_of
+from .dtypes import dtype_of
+from .layout import Group, Layout
 from .runs import Runs, clean_runs, count_runs, intersect_runs
 from .segments import Segment, Source, owned, select
 

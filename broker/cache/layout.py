@@ -3,18 +3,18 @@ Comparable, hashable.
 
 A layout is a tree like the list of caches itself (a `CacheList` nests); its leaves, depth first,
 are either token leaves (KV, cut along tokens) or state leaves (valid at one length only, kept in
-checkpoints).
+checkpoints). No MLX.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
-import mlx.core as mx
 from msgspec import Struct
 
 from ..errors import CacheError
 from ..trace.events import MissReason
+from .dtypes import item_bytes
 from .runs import Runs, clean_runs, window_length
 
 
@@ -51,7 +51,7 @@ class Plane(Struct, frozen=True):
     @property
     def token_bytes(self) -> int:
         """Bytes of one token."""
-        return self.heads * self.dim * dtype_of(self.dtype).size
+        return self.heads * self.dim * item_bytes(self.dtype)
 
 
 class TokenLeaf(Struct, frozen=True, tag=True):
@@ -75,7 +75,7 @@ class Slot(Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         """Bytes of the array."""
-        count = dtype_of(self.dtype).size
+        count = item_bytes(self.dtype)
         for size in self.shape:
             count *= size
         return count
@@ -236,18 +236,6 @@ class Layout(Struct, frozen=True, dict=True):
                 raise CacheError(
                     f"cache {index} is {describe(theirs)}; the namespace has {describe(mine)}"
                 )
-
-
-def dtype_of(name: str) -> mx.Dtype:
-    """MLX's dtype of that name."""
-    dtype = getattr(mx, name)
-    assert isinstance(dtype, mx.Dtype)
-    return dtype
-
-
-def dtype_name(dtype: mx.Dtype) -> str:
-    """The name of an MLX dtype, such as `bfloat16`."""
-    return str(dtype).rpartition(".")[2]
 
 
 def describe(node: LayoutNode) -> str:

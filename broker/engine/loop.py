@@ -18,7 +18,7 @@ from msgspec import Struct
 from ..affinity import ThreadGuard
 from ..backend import describe
 from ..cache.cold import Flushed
-from ..cache.ledger import Ledger, LedgerStatistics, Purpose
+from ..cache.ledger import Ledger, LedgerStatistics, Purpose, format_bytes
 from ..cache.prefix_hash import Tokens
 from ..cache.prompt_cache import PromptCache
 from ..cache.restores import Restoration
@@ -112,7 +112,7 @@ class EngineLoop:
         self.ledger = Ledger(settings.memory or device_limit())
         self.ledger.charge(Purpose.WEIGHTS, weight_bytes(model))
         self._cold = (
-            SsdStore(settings.cold, settings.cold_bytes, ledger=self.ledger)
+            SsdStore(settings.cold, settings.cold_bytes, ledger=self.ledger, model=model.name)
             if settings.cold
             else None
         )
@@ -292,8 +292,10 @@ class EngineLoop:
 
     def _flush_last(self, seconds: float) -> None:
         left = self.cache.flush(seconds)
-        if left.writes:
-            _log.warning("closed before %d sequences (%d bytes) were on disk", *left)
+        # Of a folder that is only read this was said when it was opened.
+        if left.writes and not (self._cold and self._cold.is_read_only):
+            missing = format_bytes(left.bytes)
+            _log.warning("closed before all sequences were on disk: %s are missing", missing)
 
     def _relieve(self) -> None:
         try:

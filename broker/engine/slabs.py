@@ -13,7 +13,8 @@ import mlx.core as mx
 import numpy as np
 from msgspec import Struct
 
-from ..cache.layout import Layout, TokenLeaf, dtype_of
+from ..cache.dtypes import dtype_of
+from ..cache.layout import Layout, TokenLeaf
 from ..cache.segments import Segment, Source
 from .partials import on_cpu
 

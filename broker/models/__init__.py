@@ -1,14 +1,38 @@
 """Models: found, fetched, converted, made up and loaded; who they are; how prompts become
-tokens."""
+tokens.
+
+Importing this package does not import MLX; using one of its names does.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 # The backend puts a fast BLAS in place, which must happen before MLX is imported.
 from ..backend import require_mlx
 
-require_mlx()
+if TYPE_CHECKING:
+    from .identity import ModelIdentity as ModelIdentity
+    from .identity import namespace_digest as namespace_digest
+    from .loaded import LoadedModel as LoadedModel
+    from .loaded import Rendered as Rendered
+    from .loading import load as load
+    from .progress import Progress as Progress
 
-from .identity import ModelIdentity, namespace_digest  # noqa: E402
-from .loaded import LoadedModel, Rendered  # noqa: E402
-from .loading import load  # noqa: E402
-from .progress import Progress  # noqa: E402
+_HOMES = {
+    "LoadedModel": "loaded",
+    "ModelIdentity": "identity",
+    "Progress": "progress",
+    "Rendered": "loaded",
+    "load": "loading",
+    "namespace_digest": "identity",
+}
 
-__all__ = ["LoadedModel", "ModelIdentity", "Progress", "Rendered", "load", "namespace_digest"]
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from its home on first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    require_mlx()
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

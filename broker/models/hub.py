@@ -30,9 +30,14 @@ def hub_directory(repository: str, progress: ReportProgress) -> Path:
         raise _not_found(repository, reason) from error
     except RepositoryNotFoundError as error:
         raise _not_found(repository, "the hub has no such model") from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
-        reason = f"the hub cannot be reached ({type(error).__name__})"
+    except HFValidationError as error:
+        raise _not_found(repository, "the hub allows no such name") from error
+    except LocalEntryNotFoundError as error:
+        reason = "the hub cannot be reached (no connection, or HF_HUB_OFFLINE is set)"
         raise _not_found(repository, reason) from error
+    except (HfHubHTTPError, OSError) as error:
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise _not_found(repository, f"the hub could not be asked: {said[0]}") from error
 
 
 def _not_found(repository: str, reason: str) -> ModelNotFound:

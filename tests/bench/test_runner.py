@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable
+from importlib import metadata
 from itertools import cycle
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from bench import runner
 from bench.runner import Comparison, Contender, Report, compare, machine
 
 
@@ -147,3 +149,13 @@ def test_a_comparison_keeps_every_value() -> None:
         "x", {"a": figures(1.0, 2.0), "b": figures(3.0)}, warmup=0, repeats=4
     )
     assert comparison.figures[0].values == (1.0, 2.0, 1.0, 2.0)
+
+
+def test_sources_on_the_path_have_a_version_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_nothing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    expected = metadata.version("mlx-swarm")
+    monkeypatch.setattr(metadata, "version", of_nothing)
+    assert runner._version("mlx-swarm") == expected
+    assert runner._version("mlx") == "not installed"

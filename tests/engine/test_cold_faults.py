@@ -1,5 +1,6 @@
 """What the cold tier must not do to the engine: stall it, outlive it, go round in circles."""
 
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -108,6 +109,25 @@ async def test_a_folder_too_small_for_all_is_not_written_again_and_again(tmp_pat
         assert cold is not None
         assert cold.writes <= 3 * 4
         assert cold.bytes <= cold.max_bytes
+
+
+async def test_who_only_reads_a_folder_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with tiny(cold=tmp_path), tiny(cold=tmp_path) as second:
+        await second.complete(asked(1))
+        assert (await second.flush(3)).writes
+    [said] = caplog.messages
+    assert said.endswith("only read: another process writes to it")
+
+
+async def test_closing_says_how_much_is_not_on_disk(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with tiny(cold=tmp_path, cold_limit=SEQUENCE_BYTES // 4) as broker:
+        await broker.complete(asked(1))
+    [said] = [line for line in caplog.messages if "closed" in line]
+    assert re.fullmatch(r"closed before all sequences were on disk: [\d.]+ KiB are missing", said)
 
 
 async def test_an_engine_that_cannot_start_lets_the_folder_go(

@@ -7,7 +7,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from ...errors import CacheError
-from ..layout import Layout, Slot, StateLeaf, dtype_name
+from ..dtypes import dtype_name
+from ..layout import Layout, Slot, StateLeaf
 from ..segments import owned
 
 

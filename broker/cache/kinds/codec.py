@@ -6,7 +6,8 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from ...errors import CacheError
-from ..layout import Plane, TokenLeaf, dtype_name
+from ..dtypes import dtype_name
+from ..layout import Plane, TokenLeaf
 from ..runs import Runs, intersect_runs, show_runs
 from ..segments import Segment, coverage, join_planes, owned, select
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
@@ -12,12 +13,14 @@ from ...errors import CorruptFile
 from .disk import Disk
 from .header import Block, Described, Header, decode, encode, header_bytes
 from .names import UNFINISHED, path_of
-from .pieces import Rows
+
+if TYPE_CHECKING:
+    from .pieces import Rows
 
 FIRST_READ_BYTES = 16 << 10
 
 
-def write_file(disk: Disk, folder: Path, header: Header, sources: Sequence[Rows]) -> None:
+def write_file(disk: Disk, folder: Path, header: Header, sources: "Sequence[Rows]") -> None:
     """Write a file under its name; it is durable once its folder is synced too.
 
     `sources` are the rows of `header.tensors`. Whatever fails leaves nothing behind.
@@ -94,7 +97,7 @@ def verify_file(disk: Disk, path: Path, key: str) -> Described:
     return described
 
 
-def _write(disk: Disk, file: FileIO, header: Header, sources: Sequence[Rows]) -> None:
+def _write(disk: Disk, file: FileIO, header: Header, sources: "Sequence[Rows]") -> None:
     disk.write(file, memoryview(encode(header, [0] * header.block_count)))
     checksums = []
     for data in _blocks(header, sources):
@@ -104,7 +107,7 @@ def _write(disk: Disk, file: FileIO, header: Header, sources: Sequence[Rows]) ->
     disk.write(file, memoryview(encode(header, checksums)))
 
 
-def _blocks(header: Header, sources: Sequence[Rows]) -> Iterator[memoryview]:
+def _blocks(header: Header, sources: "Sequence[Rows]") -> Iterator[memoryview]:
     """Every block in turn, in the same memory: fresh pages would cost more than the copy."""
     filled = [rows for rows in sources if rows.size and rows.raw.size]
     sizes = (block.size for tensor in header.tensors for block in tensor.blocks)

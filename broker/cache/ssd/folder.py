@@ -64,7 +64,10 @@ class Folder:
         """Why it can only be read, if so."""
         if self.reason is not None:
             self.is_read_only = True
-            _log.warning("%s is only read by this process: %s", self.path, self.reason)
+            told = "nothing will be kept in %s: %s"
+            if self.path.is_dir():
+                told = "nothing will be kept in %s, which is only read: %s"
+            _log.warning(told, self.path, self.reason)
 
     def path_of(self, key: str) -> Path:
         """Where a file is."""
@@ -84,7 +87,7 @@ class Folder:
             # It is tried again at the next write.
             self.is_read_only = False
         if reason is not None:
-            raise CacheError(f"{self.path} was removed and cannot be written: {reason}")
+            raise CacheError(f"{self.path} was removed, and {reason}")
         _log.warning("%s was removed; it is filled anew", self.path)
 
     def enter(self, header: Header) -> Record:
@@ -202,7 +205,7 @@ class Folder:
             self.disk.make_folder(self.path)
             reason = None if self._folder_lock.take() else "another process writes to it"
         except OSError as error:
-            reason = str(error)
+            reason = f"it cannot be written ({error.strerror or error})"
         self.is_read_only = reason is not None
         try:
             found = fill(self.index, self.disk, self.path, may_remove=not self.is_read_only)

@@ -16,7 +16,8 @@ import xxhash
 from msgspec import Struct
 
 from ...errors import CorruptFile, ForeignFile
-from ..layout import Layout, dtype_of
+from ..dtypes import item_bytes
+from ..layout import Layout
 from ..runs import Runs, count_runs
 
 FORMAT = 1
@@ -74,12 +75,12 @@ class Tensor(NamedTuple):
         return sum(block.size for block in self.blocks)
 
 
-class Header(Struct, frozen=True, kw_only=True, dict=True):
+class Header(Struct, frozen=True, kw_only=True, dict=True, omit_defaults=True):
     """Tokens [start, stop) of a sequence of a namespace (a digest), which follow those of `parent`.
 
     `key` is the file's name, `parent` that of the file it hangs on, or the namespace at the root.
     `runs` are the positions held for each of `layout.groups`. With no tokens it is a checkpoint
-    alone.
+    alone. `model` is a name for people; files of older versions have none.
     """
 
     key: str
@@ -91,6 +92,7 @@ class Header(Struct, frozen=True, kw_only=True, dict=True):
     layout: Layout
     runs: tuple[Runs, ...]
     has_checkpoint: bool
+    model: str = ""
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -207,7 +209,7 @@ def _seal(about: str, digits: str) -> str:
 
 def _append(tensors: list[Tensor], name: str, dtype: str, shape: tuple[int, ...]) -> None:
     """Lay a tensor out behind those before it, unless it is empty."""
-    row = dtype_of(dtype).size * prod(shape[1:])
+    row = item_bytes(dtype) * prod(shape[1:])
     offset = tensors[-1].offset + tensors[-1].nbytes if tensors else 0
     number = tensors[-1].blocks[-1].number + 1 if tensors else 0
     step = max(1, BLOCK_BYTES // row) if row else 1

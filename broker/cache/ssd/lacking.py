@@ -61,7 +61,7 @@ def _first_lacking(chain: Chain, offered: Sequence[Held], length: int) -> int | 
 
 
 def files_of(
-    lacking: Lacking, pieces: Pieces, namespace: str, tokens: Tokens
+    lacking: Lacking, pieces: Pieces, namespace: str, tokens: Tokens, model: str
 ) -> list[tuple[Header, Sequence[Rows]]]:
     """The files that make up for what is lacking, in order, with their rows."""
     chain, start = lacking
@@ -86,6 +86,7 @@ def files_of(
             layout=pieces.layout,
             runs=held,
             has_checkpoint=is_last,
+            model=model,
         )
         files.append((header, (*rows, *(pieces.state if is_last else ()))))
         parent = header.key

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from ...errors import ForeignFile, SwarmError
 from ...threads import Threads
+from ..dtypes import dtype_of
 from ..extents import Extent
 from ..kinds import Checkpoint
-from ..layout import Layout, dtype_of
+from ..layout import Layout
 from ..runs import Runs, count_runs, intersect_runs
 from .disk import Disk
 from .files import check_block, read_block, read_header

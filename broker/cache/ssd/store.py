@@ -10,7 +10,7 @@ from typing import Self
 from ...errors import ColdStoreBusy, ColdStoreRefused
 from ..cold import ColdMatch, ColdWrite, Flushed, Restored
 from ..layout import Layout
-from ..ledger import Ledger, Purpose
+from ..ledger import Ledger, Purpose, format_bytes
 from ..prefix_hash import Tokens
 from ..statistics import ColdStatistics
 from .disk import Disk
@@ -44,7 +44,7 @@ class SsdStore:
     Where another process writes to the folder, or nothing can be written, it only reads. `find`,
     `covers` and `store` are called in the thread that owns MLX, `restore` in any. At most
     `queue_bytes` wait to be written. `ledger` is charged with what is being read, and with the
-    copies that wait to be written.
+    copies that wait to be written. Files bear the name of `model`, for people.
     """
 
     def __init__(
@@ -54,11 +54,13 @@ class SsdStore:
         *,
         queue_bytes: int = QUEUE_BYTES,
         ledger: Ledger | None = None,
+        model: str = "",
         disk: Disk | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._folder = Folder(folder, max_bytes, disk, clock_ns)
         self._ledger = ledger
+        self._model = model
         self._restore_seconds = 0.0
         self._is_failing = False
         self._is_synced = True
@@ -123,6 +125,11 @@ class SsdStore:
 
     # Writing
 
+    @property
+    def is_read_only(self) -> bool:
+        """Whether another process writes to the folder, or nothing can be written."""
+        return self._folder.is_read_only
+
     def store(self, write: ColdWrite) -> None:
         """Queue what the store lacks of a write. See `ColdStore.store`."""
         folder = self._folder
@@ -162,7 +169,10 @@ class SsdStore:
         left = self._writer.close(timeout, LAST_SECONDS)
         if left.writes:
             _log.warning(
-                "closed %s before %d writes with %d bytes had ended", self._folder.path, *left
+                "closed %s before %d writes (%s) had ended",
+                self._folder.path,
+                left.writes,
+                format_bytes(left.bytes),
             )
         if not self._reader.close(max(0.0, deadline - time.monotonic())):
             _log.warning("closed %s while the disk hung in a read", self._folder.path)
@@ -217,7 +227,7 @@ class SsdStore:
                 lacking = lacking_of(folder.index, namespace, tokens, pieces.layout, pieces.pieces)
                 _require_no_gap(lacking, pieces)
                 pins.callback(folder.pin(lacking.chain.records))
-            for header, rows in files_of(lacking, pieces, namespace, tokens):
+            for header, rows in files_of(lacking, pieces, namespace, tokens, self._model):
                 folder.make_room(file_bytes(header))
                 self._is_synced = False
                 write_file(folder.disk, folder.path, header, rows)

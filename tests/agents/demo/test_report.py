@@ -1,8 +1,12 @@
 """The demo's numbers come from the trace, request by request."""
 
+import io
+
 import pytest
+from rich.console import Console
 
 from mlx_swarm.agents.demo.report import Run, read_run
+from mlx_swarm.agents.demo.tables import print_run
 from mlx_swarm.broker.errors import TraceError
 from mlx_swarm.broker.trace.events import Event, Finished, FirstToken, Planned, Queued
 
@@ -68,3 +72,11 @@ def test_a_trace_without_its_beginning_says_so() -> None:
     events = trace_of("a", "demo", 10.0, cached=0)[1:]
     with pytest.raises(TraceError, match="outgrew its trace, which holds the last 3 events"):
         read_run(events, "demo", 80, {"a": "text"})
+
+
+@pytest.mark.parametrize(("cached", "is_more"), [(80, False), (81, True)])
+def test_more_cached_than_in_common_is_explained(cached: int, is_more: bool) -> None:
+    read = read_run(trace_of("a", "demo", 10.0, cached=cached), "demo", 80, {"a": ""})
+    printed = io.StringIO()
+    print_run(Console(file=printed, width=200), read, "shared")
+    assert ("in common (more is cached where tasks begin alike" in printed.getvalue()) == is_more

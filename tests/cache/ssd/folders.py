@@ -46,10 +46,14 @@ def headers(folder: Path) -> list[Header]:
 
 
 def store_all(
-    folder: Path, sequences: Sequence[Sequence[int]], family: str = "full", namespace: str = ""
+    folder: Path,
+    sequences: Sequence[Sequence[int]],
+    family: str = "full",
+    namespace: str = "",
+    model: str = "",
 ) -> None:
     """Have a store of its own write sequences, and close it."""
-    with SsdStore(folder, CAP) as store:
+    with SsdStore(folder, CAP, model=model) as store:
         cache = PromptCache(RAM, cold=store)
         for tokens in sequences:
             put(cache, tokens, family, namespace)

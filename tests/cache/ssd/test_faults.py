@@ -115,6 +115,18 @@ def test_a_short_read_is_corruption(tmp_path: Path, disk: FailingDisk) -> None:
     assert len(quarantined(tmp_path)) == 1
 
 
+def test_a_place_where_nothing_can_be_is_told_with_the_reason(
+    tmp_path: Path, disk: FailingDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk.failing["make_folder"] = failure(errno.EACCES)
+    with SsdStore(tmp_path / "kv", CAP, disk=disk):
+        [said] = caplog.messages
+    assert said == (
+        f"nothing will be kept in {tmp_path / 'kv' / VERSION}: "
+        "it cannot be written (Permission denied)"
+    )
+
+
 @pytest.mark.parametrize("operation", ["make_folder", "lock"])
 def test_a_folder_that_cannot_be_written_is_only_read(
     tmp_path: Path, disk: FailingDisk, operation: str, caplog: pytest.LogCaptureFixture
@@ -124,7 +136,7 @@ def test_a_folder_that_cannot_be_written_is_only_read(
     with SsdStore(tmp_path, CAP, disk=disk) as store:
         cache = PromptCache(20 * TOKEN_BYTES, cold=store)
         assert store.statistics().is_read_only
-        assert "only read" in caplog.text
+        assert "which is only read: it cannot be written (Permission denied)" in caplog.text
         for start in range(1000, 1005):
             assert put(cache, sequence(start, 12)).stored
         assert cache.total_bytes <= 20 * TOKEN_BYTES
