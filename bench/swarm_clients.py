@@ -22,7 +22,7 @@ from bench.rates import Arrival, decode_rate
 from bench.swarm_findings import Memory, Spread
 from bench.swarm_setup import PREFILL_CHUNK, Setup, Tokens
 from mlx_swarm.broker.broker import Broker
-from mlx_swarm.broker.engine.loop import EngineStatistics
+from mlx_swarm.broker.engine.settings import EngineStatistics
 from mlx_swarm.broker.models import LoadedModel
 from mlx_swarm.broker.request import Completed, Delta, Request
 from mlx_swarm.broker.trace.events import Event

@@ -22,7 +22,8 @@ from .trace.recorder import Recorder, RecorderStatistics
 
 if TYPE_CHECKING:
     from .cache.cold import Flushed
-    from .engine.loop import EngineLoop, EngineStatistics
+    from .engine.loop import EngineLoop
+    from .engine.settings import EngineStatistics
     from .models import LoadedModel, Progress, Rendered
 
 CLOSED_IN_LOADING = "the broker was closed while its model was loading"
@@ -186,7 +187,8 @@ class Broker:
     def _open(self, thread: "EngineThread[EngineLoop]") -> "EngineLoop":
         """Load the model and start the engine; in the engine's thread."""
         # Here and not at the top: MLX is slow to import, and only this thread may touch it.
-        from .engine.loop import EngineLoop, EngineSettings
+        from .engine.loop import EngineLoop
+        from .engine.settings import EngineSettings
 
         def report(progress: "Progress") -> None:
             if thread.stopping:

@@ -9,54 +9,38 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from pathlib import Path
-from typing import NamedTuple
 
 from mlx_lm.models.cache import KVCache
-from msgspec import Struct
 
 from ..affinity import ThreadGuard
 from ..backend import describe
 from ..cache.cold import Flushed
-from ..cache.ledger import Ledger, LedgerStatistics, Purpose, format_bytes
+from ..cache.ledger import Ledger, Purpose, format_bytes
 from ..cache.prefix_hash import Tokens
 from ..cache.prompt_cache import PromptCache
 from ..cache.restores import Restoration
 from ..cache.ssd import SsdStore
-from ..cache.statistics import CacheStatistics
 from ..errors import BrokerClosed, QueueFull
 from ..models import LoadedModel
-from ..request import RequestId, Started, Usage
+from ..request import RequestId, Started
 from ..trace import events
 from ..trace.recorder import Recorder
 from .admission import Admission
-from .batch import BatchLane, LaneStatistics
+from .batch import BatchLane
 from .endings import Endings, as_swarm_error, too_late
 from .fairness import Party
 from .memory import RowMemory, bounded_pool, device_limit, weight_bytes
 from .pace import LEAST, LEAST_CUDA, Pace
-from .pressure import Level, Measures, MemoryWatch, PressureStatistics, Reading
+from .pressure import Level, Measures, MemoryWatch, Reading
 from .probe import MemoryProbe, empty_pool, wired
 from .restoring import Post, Restoring
 from .row import Row
-from .scheduler import Scheduler, SchedulerStatistics
-from .submission import MAX_QUEUE, Submission
+from .scheduler import Scheduler
+from .settings import EngineSettings, EngineStatistics
+from .submission import Submission
 from .work import Admit, Decode, Expire, Hold, Part, Prefill, Store, Wait
 
 _log = logging.getLogger(__name__)
-
-
-class EngineStatistics(Struct, frozen=True, kw_only=True):
-    """Requests by state, what all requests together have cost so far, the batch lane, the prompt
-    cache, the memory ledger, and what the process really takes.
-    """
-
-    requests: SchedulerStatistics
-    usage: Usage
-    lane: LaneStatistics
-    cache: CacheStatistics
-    memory: LedgerStatistics
-    pressure: PressureStatistics
 
 
 IDLE_SECONDS = 600.0
@@ -70,24 +54,6 @@ CLOSE_SECONDS = 10.0
 
 PREFILL_CHUNK = 512
 """Prompt tokens computed at once while nothing is known about the machine's speed."""
-
-
-class EngineSettings(NamedTuple):
-    """`ram` and `memory` are in bytes, `prefill_chunk` in tokens. `ram` is for the prompt cache,
-    `memory` for everything; 0 takes the limit from the device. Without `prefill_chunk` chunks are
-    sized by time (`Pace`). `cold` is the folder of the tier below, of at most `cold_bytes`. With
-    `wired` Metal keeps resident as much as it recommends. `max_queue` requests may wait while
-    `max_rows` run.
-    """
-
-    ram: int
-    max_rows: int
-    prefill_chunk: int | None
-    memory: int = 0
-    cold: Path | None = None
-    cold_bytes: int = 0
-    wired: bool = False
-    max_queue: int = MAX_QUEUE
 
 
 class EngineLoop:

@@ -8,7 +8,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_swarm.broker import Completed, Delta, Request
-from mlx_swarm.broker.engine.loop import EngineLoop, EngineSettings
+from mlx_swarm.broker.engine.loop import EngineLoop
+from mlx_swarm.broker.engine.settings import EngineSettings
 from mlx_swarm.broker.engine.submission import MAX_QUEUE, Submission
 from mlx_swarm.broker.models import LoadedModel
 from mlx_swarm.broker.request import RequestId, StreamEvent, TokenLogprob
