@@ -1,10 +1,34 @@
 """What several test modules of the engine need."""
 
 import threading
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from mlx_swarm.broker.cache.restores import Restoration
+from mlx_swarm.broker.cache.ssd.disk import Disk
+
+
+class HeldWrites(NamedTuple):
+    """Files of the cold tier are made once `go` is set; `begun` says that one was to be made."""
+
+    begun: threading.Event
+    go: threading.Event
+
+
+@pytest.fixture
+def held_writes(monkeypatch: pytest.MonkeyPatch) -> HeldWrites:
+    """A disk that hangs when a file is made, for longer than any test may take."""
+    held, create = HeldWrites(threading.Event(), threading.Event()), Disk.create
+
+    def wait(self: Disk, path: Path) -> Any:
+        held.begun.set()
+        held.go.wait(100)
+        return create(self, path)
+
+    monkeypatch.setattr(Disk, "create", wait)
+    return held
 
 
 @pytest.fixture

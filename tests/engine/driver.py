@@ -88,6 +88,15 @@ class Driver:
         self.engine.submit(Submission(name, request, box, submitted))
         return box  # type: ignore[no-any-return]
 
+    def stagger(self, requests: Sequence[Request], turns: Callable[[], int]) -> list[Box]:
+        """Queue requests with so many turns after each, and run all to their end."""
+        boxes = []
+        for request in requests:
+            boxes.append(self.submit(request))
+            self.run(turns())
+        self.run()
+        return boxes
+
     def cancel(self, index: int) -> None:
         """Cancel the request of that number."""
         self.engine.cancel(RequestId(f"request-{index}"))

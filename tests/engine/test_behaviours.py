@@ -30,11 +30,7 @@ def test_25_rows_keep_their_own_stops_when_the_batch_changes() -> None:
         for piece in pieces
     ]
     driver = Driver(model_of("llama"))
-    boxes = []
-    for request in [free, *asked]:
-        boxes.append(driver.submit(request))
-        driver.run(5)
-    driver.run()
+    boxes = driver.stagger([free, *asked], lambda: 5)
     for request, box in zip([free, *asked], boxes, strict=True):
         assert box.end is not None
         assert box.end.text == alone(request)[1]

@@ -12,10 +12,10 @@ import pytest
 from mlx_swarm.broker import Broker, BrokerClosed, Completed, InvalidRequest
 from mlx_swarm.broker.cache.ledger import Purpose
 from mlx_swarm.broker.cache.ssd import store
-from mlx_swarm.broker.cache.ssd.disk import Disk
 from mlx_swarm.broker.engine import loop
 from mlx_swarm.broker.errors import InvalidSetting, ModelUnreadable
 from mlx_swarm.broker.trace import events
+from tests.engine.conftest import HeldWrites
 from tests.engine.test_restoring import files, is_restoring, until
 from tests.tiny_broker import check_idle, inside, request, tiny
 
@@ -50,42 +50,27 @@ async def check_nothing_left(broker: Broker) -> None:
 
 
 async def test_a_broker_without_work_goes_on_writing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, held_writes: HeldWrites
 ) -> None:
-    hold, create = threading.Event(), Disk.create
-
-    def wait(self: Disk, path: Path) -> Any:
-        hold.wait(20)
-        return create(self, path)
-
-    monkeypatch.setattr(Disk, "create", wait)
     # A quarter of this may be on its way at a time: less than what is put.
     async with tiny(cold=tmp_path, ram=7 * SEQUENCE_BYTES) as broker:
         for agent in range(4):
             await broker.complete(asked(agent))
-        hold.set()
+        held_writes.go.set()
         await until(lambda: len(files(tmp_path)) >= 4)
         await check_nothing_left(broker)
 
 
 async def test_a_request_waits_for_memory_that_is_still_being_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, held_writes: HeldWrites
 ) -> None:
-    hold, begun, create = threading.Event(), threading.Event(), Disk.create
-
-    def wait(self: Disk, path: Path) -> Any:
-        begun.set()
-        hold.wait(20)
-        return create(self, path)
-
-    monkeypatch.setattr(Disk, "create", wait)
     async with tiny() as broker:
         weights = (await broker.statistics()).engine.memory.committed["weights"]
     # Room for one sequence and a row, or for a row twice as long.
     memory = weights + int(2.4 * SEQUENCE_BYTES)
     async with tiny(cold=tmp_path, memory=memory) as broker, anyio.create_task_group() as tasks:
         await broker.complete(asked(1))
-        await until(begun.is_set)
+        await until(held_writes.begun.is_set)
         ended = anyio.Event()
 
         async def second() -> None:
@@ -95,7 +80,7 @@ async def test_a_request_waits_for_memory_that_is_still_being_written(
         tasks.start_soon(second)
         await anyio.sleep(0.3)
         assert not ended.is_set()
-        hold.set()
+        held_writes.go.set()
         await ended.wait()
         await check_nothing_left(broker)
 
@@ -231,23 +216,19 @@ async def test_a_flush_takes_a_number_of_seconds(tmp_path: Path, seconds: Any) -
 
 
 async def test_closing_ends_while_the_disk_hangs_and_says_what_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    held_writes: HeldWrites,
 ) -> None:
-    hold, create = threading.Event(), Disk.create
-
-    def wait(self: Disk, path: Path) -> Any:
-        hold.wait(100)
-        return create(self, path)
-
-    monkeypatch.setattr(Disk, "create", wait)
     monkeypatch.setattr(loop, "CLOSE_SECONDS", 0.1)
     monkeypatch.setattr(store, "LAST_SECONDS", 0.1)
     async with tiny(cold=tmp_path) as broker:
         await broker.complete(asked(0))
-    assert not hold.is_set()
+    assert not held_writes.go.is_set()
     assert "sequences" in caplog.text
     assert "writes" in caplog.text
-    hold.set()
+    held_writes.go.set()
     await until(lambda: not own_threads())
 
 

@@ -122,10 +122,7 @@ def test_rows_with_and_without_a_grammar_get_the_tokens_of_mlx_lm_alone(kind: st
     model, chance = model_of(kind), random.Random(11)
     requests = mixed(24, chance)
     driver = Driver(model, max_rows=6)
-    for request in requests:
-        driver.submit(request)
-        driver.run(chance.randint(0, 4))
-    driver.run()
+    driver.stagger(requests, lambda: chance.randint(0, 4))
     reasons = set()
     for request, box in zip(requests, driver.boxes, strict=True):
         assert box.end is not None, box.error

@@ -110,10 +110,7 @@ def test_a_row_with_any_setting_gets_the_tokens_of_mlx_lm_alone(kind: str) -> No
     model, chance = model_of(kind), random.Random(5)
     requests = asked(20, chance)
     driver = Driver(model, max_rows=6)
-    for request in requests:
-        driver.submit(request)
-        driver.run(chance.randint(0, 4))
-    driver.run()
+    driver.stagger(requests, lambda: chance.randint(0, 4))
     for request, box in zip(requests, driver.boxes, strict=True):
         assert box.end is not None, box.error
         assert box.tokens == alone(model, request), request.sampling

@@ -245,12 +245,7 @@ def test_rows_keep_their_own_sampling_whoever_joins_and_leaves() -> None:
         driver = Driver(model)
         alone.append(driver.submit(request))
         driver.run()
-    together = Driver(model)
-    boxes = []
-    for request in asked:
-        boxes.append(together.submit(request))
-        together.run(7)
-    together.run()
+    boxes = Driver(model).stagger(asked, lambda: 7)
     assert [box.tokens for box in boxes] == [box.tokens for box in alone]
     assert boxes[1].tokens == boxes[4].tokens[: len(boxes[1].tokens)]
 
