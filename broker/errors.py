@@ -32,6 +32,10 @@ class ModelUnreadable(ModelError):
     """The files are there but broken, incomplete or of a kind that is not supported."""
 
 
+class ModelBusy(ModelError):
+    """A model with open requests cannot be unloaded."""
+
+
 class BackendMissing(SwarmError, ImportError):
     """MLX itself is not installed; the message names the extra to install."""
 

@@ -62,6 +62,7 @@ class Request(Struct, frozen=True, kw_only=True):
     logprobs: bool = False
     top_logprobs: int = 0
     boundaries: Sequence[int] = ()
+    model: str = ""
     tenant: str = ""
     agent: str = ""
     swarm: str = ""
@@ -79,6 +80,7 @@ class Request(Struct, frozen=True, kw_only=True):
         check_sized("boundaries", self.boundaries)
         for boundary in self.boundaries:
             check_whole("a boundary", boundary, 0, "0 or more tokens")
+        check_text("model", self.model)
         check_text("tenant", self.tenant)
         check_kind("agent", self.agent, str, "text")
         check_kind("swarm", self.swarm, str, "text")

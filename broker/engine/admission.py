@@ -10,6 +10,7 @@ from ..models import LoadedModel, namespace_digest
 from ..request import Request
 from ..sampling import Sampling
 from .grammar import Grammars
+from .lane import Lane
 from .row import Row
 from .sampling import SeedSource, SpecialTokens, sampler_for
 from .submission import Submission
@@ -25,9 +26,10 @@ class Admission:
         self._special = special_tokens_of(model)
         self._grammars = Grammars(model, self._vocabulary, self._special.ends)
         self._seeds = SeedSource()
+        self._ends = frozenset(model.tokenizer.eos_token_ids)
 
-    def row_for(self, submission: Submission) -> Row:
-        """The row of a request. Raises `InvalidRequest` or `ContextOverflow`."""
+    def row_for(self, submission: Submission, lane: Lane) -> Row:
+        """The row of a request, to run in a lane. Raises `InvalidRequest` or `ContextOverflow`."""
         request = submission.request
         prompt, boundaries = self._prompt(request)
         self._check(prompt)
@@ -57,6 +59,8 @@ class Admission:
                 self._model.new_detokenizer(), request.stop, request.sampling.min_tokens
             ),
             submitted=submission.submitted,
+            lane=lane,
+            ends=self._ends,
             grammar=grammar,
         )
 

@@ -7,12 +7,14 @@ the statistics say why.
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache
 from msgspec import Struct
 
 from ..affinity import ThreadGuard
@@ -25,6 +27,7 @@ from ..models import LoadedModel
 from .ahead import TILE_ALONE, Ahead
 from .batch_test import batch_test
 from .decode_batch import DecodeStatistics
+from .pace import Pace
 from .replicated import ReplicatedDecoder
 from .row import Row, RowToken
 from .self_test import self_test
@@ -69,7 +72,8 @@ class BatchLane:
 
     A method that raises leaves the lane usable; the row it was called for is then given up with
     `discard`. If `step` raises, all `rows` of the batch are lost: `reset` starts an empty one.
-    `afford` asks for the memory of a row that reads only so many tokens where the cache holds them.
+    `pace` sizes the pieces of prompts, `afford` asks for the memory of a row that reads only so
+    many tokens where the cache holds them.
     """
 
     def __init__(
@@ -77,23 +81,30 @@ class BatchLane:
         model: LoadedModel,
         cache: PromptCache,
         max_rows: int,
-        on_prefilled: Callable[[int, float], None] = lambda tokens, seconds: None,
+        pace: Pace | None = None,
         afford: Callable[[Row, int], bool] = lambda row, reach: True,
     ) -> None:
         self._guard = ThreadGuard()
         self._guard.check()
         self._model = model
         self._cache = cache
+        self._pace = pace or Pace(TILE_ALONE)
+        self.max_rows = max_rows
+        self.exact_stops = not all(type(cache) is KVCache for cache in model.make_caches())
         self._self_test = self_test(model.model)
         self._verdict = batch_test(model.model, model.make_caches)
         layout = self._verdict.layout
-        self._ahead = Ahead(on_prefilled)
+        self._ahead = Ahead(self._note_prefill)
         self._shared = (
             SharedDecoder(model, cache, self._verdict, self._ahead, afford)
             if layout is not None
             else None
         )
         self._decoder: Decoder = self._shared or ReplicatedDecoder(model, max_rows)
+
+    def chunk(self, decoding: bool) -> int:
+        """Prompt tokens to compute at once; with `decoding`, between two steps."""
+        return self._pace.chunk(decoding=decoding)
 
     @property
     def running(self) -> Sequence[Row]:
@@ -208,7 +219,11 @@ class BatchLane:
         A row with a finish reason has left the batch; end it with `keep` or `discard`.
         """
         self._guard.check()
-        return self._decoder.step()
+        began = time.perf_counter()
+        tokens = self._decoder.step()
+        if tokens:
+            self._pace.note_step(time.perf_counter() - began)
+        return tokens
 
     def keep(self, row: Row) -> int:
         """End the row wherever it is and put what it computed; how many tokens were kept."""
@@ -249,6 +264,10 @@ class BatchLane:
     def check_integrity(self) -> None:
         """Assert what must hold between two turns."""
         self._decoder.check_integrity()
+
+    def _note_prefill(self, tokens: int, seconds: float) -> None:
+        self._pace.note_prefill(tokens, seconds)
+        self._cache.note_prefill(tokens, seconds)
 
     def _computed(self, row: Row) -> tuple[Sequence[int] | Tokens, Sequence[Any] | StoredRow]:
         if self._decoder.holds(row):

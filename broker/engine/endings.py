@@ -7,7 +7,6 @@ from ..errors import DeadlineExceeded, EngineFailed, SwarmError
 from ..request import Completed, Delta, FinishReason, RequestId, Usage
 from ..trace import events
 from ..trace.recorder import Recorder
-from .batch import BatchLane
 from .memory import RowMemory
 from .row import Row, RowToken
 from .sampling import RowSampler
@@ -20,25 +19,20 @@ class Endings:
     """Hands tokens to the readers of open rows, and ends rows: all forget them, readers hear of it.
 
     `rows` are the open ones; those that ended leave it. `usage` is what these cost together.
-    `ends` are the tokens that end an output and are no text.
     """
 
     def __init__(
         self,
         rows: dict[RequestId, Row],
-        lane: BatchLane,
         scheduler: Scheduler,
         memory: RowMemory,
         recorder: Recorder,
-        ends: frozenset[int],
     ) -> None:
         self.usage = Usage()
         self._rows = rows
-        self._lane = lane
         self._scheduler = scheduler
         self._memory = memory
         self._recorder = recorder
-        self._ends = ends
 
     def receive(self, tokens: Sequence[RowToken], now: float) -> None:
         """Hand on the tokens of a step, and end the rows that got their last one."""
@@ -71,7 +65,7 @@ class Endings:
         reason = "stop" if row.text.stopped and reason == "length" else reason
         if rest:
             row.mailbox.put(Delta(row.id, rest, ()))
-        kept = self._lane.keep(row)
+        kept = row.lane.keep(row)
         self._retire(row)
         if reason == "cancelled":
             self._recorder.note(
@@ -88,7 +82,7 @@ class Endings:
 
     def expire(self, row: Row) -> None:
         """The way out for a request past its deadline: an error, but what it computed is kept."""
-        self._lane.keep(row)
+        row.lane.keep(row)
         self.fail(row, too_late(row, self._recorder.now()))
 
     def fail(self, row: Row, error: Exception) -> None:
@@ -99,7 +93,7 @@ class Endings:
         )
         row.mailbox.fail(failure)
         self._retire(row)
-        self._lane.discard(row)
+        row.lane.discard(row)
 
     def _receive(self, received: RowToken, now: float) -> None:
         row, token, reason = received.row, received.token, received.finish_reason
@@ -113,7 +107,7 @@ class Endings:
             self._recorder.note(events.FirstToken, request=row.id)
         row.output.append(token)
         stream = row.text
-        text = "" if token in self._ends else stream.add(token)
+        text = "" if token in row.ends else stream.add(token)
         if (logprob := received.logprob) is None:
             row.mailbox.put(Delta(row.id, text, (token,)))
         else:

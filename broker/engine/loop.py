@@ -1,4 +1,4 @@
-"""The engine's turns: asks the scheduler what is next, lets the lane do it, tells everybody.
+"""The engine's turns: asks the scheduler what is next, lets a lane do it, tells everybody.
 
 Lives in the thread that owns MLX. Whatever goes wrong for one request ends that request; a step
 that fails ends the rows of that step; the loop goes on.
@@ -7,13 +7,11 @@ that fails ends the rows of that step; the loop goes on.
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-
-from mlx_lm.models.cache import KVCache
+from typing import cast
 
 from ..affinity import ThreadGuard
-from ..backend import describe
 from ..cache.cold import Flushed
 from ..cache.ledger import Ledger, Purpose, format_bytes
 from ..cache.prefix_hash import Tokens
@@ -21,22 +19,23 @@ from ..cache.prompt_cache import PromptCache
 from ..cache.restores import Restoration
 from ..cache.ssd import SsdStore
 from ..errors import BrokerClosed, QueueFull
-from ..models import LoadedModel
+from ..models import LoadedModel, load
 from ..request import RequestId, Started
 from ..trace import events
 from ..trace.recorder import Recorder
-from .admission import Admission
 from .batch import BatchLane
 from .endings import Endings, as_swarm_error, too_late
 from .fairness import Party
-from .memory import RowMemory, bounded_pool, device_limit, weight_bytes
-from .pace import LEAST, LEAST_CUDA, Pace
+from .lane import Lane
+from .memory import RowMemory, bounded_pool, device_limit
 from .pressure import Level, Measures, MemoryWatch, Reading
 from .probe import MemoryProbe, empty_pool, wired
 from .restoring import Post, Restoring
+from .roster import ModelInfo, ModelSource, Roster
 from .row import Row
 from .scheduler import Scheduler
-from .settings import EngineSettings, EngineStatistics
+from .served import Served
+from .settings import EngineSettings, EngineStatistics, ModelStatistics
 from .submission import Submission
 from .work import Admit, Decode, Expire, Hold, Part, Prefill, Store, Wait
 
@@ -52,14 +51,12 @@ LOOK_SECONDS = 60.0
 CLOSE_SECONDS = 10.0
 """What writes to the cold tier get to end when the broker is closed."""
 
-PREFILL_CHUNK = 512
-"""Prompt tokens computed at once while nothing is known about the machine's speed."""
-
 
 class EngineLoop:
-    """The worker of an `EngineThread`: one model, one prompt cache, one batch lane.
+    """The worker of an `EngineThread`: models with their lanes, one prompt cache, one ledger.
 
-    `post` runs something in its thread, later; without it the cold tier is read in between.
+    `model` is the first one, whose name is `source`'s unless that has another. `post` runs
+    something in its thread, later; without it the cold tier is read in between.
     """
 
     def __init__(
@@ -68,34 +65,27 @@ class EngineLoop:
         recorder: Recorder,
         settings: EngineSettings,
         post: Post | None = None,
+        source: ModelSource | None = None,
     ) -> None:
         self._guard = ThreadGuard()
         self._guard.check()
         self._settings = settings
-        self.model = model
         self._recorder = recorder
-        self._admission = Admission(model)
         self.ledger = Ledger(settings.memory or device_limit())
-        self.ledger.charge(Purpose.WEIGHTS, weight_bytes(model))
         self._cold = (
             SsdStore(settings.cold, settings.cold_bytes, ledger=self.ledger, model=model.name)
             if settings.cold
             else None
         )
         self.cache = PromptCache(settings.ram, cold=self._cold, ledger=self.ledger, trace=recorder)
-        least = LEAST_CUDA if describe().device == "cuda" else LEAST
-        self._pace = Pace(PREFILL_CHUNK, settings.prefill_chunk, least)
+        self._rows: dict[RequestId, Row] = {}
+        self._memory = RowMemory(self.ledger, self.cache, self._kv_bytes)
+        self._roster = Roster(self._open_model, recorder.now)
         self._pool = ExitStack()
         self._pool.enter_context(bounded_pool(self.ledger.limit))
         try:
             self._wired_limit = self._pool.enter_context(wired()) if settings.wired else 0
-            self.lane = BatchLane(
-                model,
-                self.cache,
-                settings.max_rows,
-                self._note_prefill,
-                lambda row, reach: self._memory.afford(row, reach),
-            )
+            self._roster.add(model.name, source or ModelSource(model.name), self._serve(model))
         except BaseException:
             self._pool.close()
             if self._cold is not None:
@@ -109,14 +99,10 @@ class EngineLoop:
             self.cache.peek_prefix_len,
             max_rows=settings.max_rows,
             clock=recorder.now,
-            chunk=lambda decoding: self._pace.chunk(decoding=decoding),
-            exact_stops=not all(type(cache) is KVCache for cache in model.make_caches()),
             has_memory=self._may_run,
-            computed=self._computed if self.lane.donates else None,
+            computed=self._computed,
         )
         self._looked_at = time.monotonic()
-        self._memory = RowMemory(self.ledger, self.cache, self._kv_bytes)
-        self._rows: dict[RequestId, Row] = {}
         self._watch = MemoryWatch(
             MemoryProbe(),
             Measures(empty_pool, self.cache.shrink, self._preempt),
@@ -124,21 +110,52 @@ class EngineLoop:
             on_change=self._note_pressure,
             clock=recorder.now,
         )
-        self._endings = Endings(
-            self._rows,
-            self.lane,
-            self.scheduler,
-            self._memory,
-            recorder,
-            ends=frozenset(model.tokenizer.eos_token_ids),
-        )
+        self._endings = Endings(self._rows, self.scheduler, self._memory, recorder)
+
+    @property
+    def model(self) -> LoadedModel:
+        """The first model."""
+        return self._roster.serving().model
+
+    @property
+    def lane(self) -> BatchLane:
+        """The batch lane of the first model."""
+        return self._roster.serving().batch
+
+    def load(self, name: str, source: ModelSource) -> tuple[ModelInfo, LoadedModel]:
+        """Put one more model, or an adapter, into service; nothing else goes on meanwhile.
+
+        Raises `InvalidRequest` for a name that is taken, `OutOfMemory` where the weights do not fit
+        beside the others, and what loading raises; nothing has changed then.
+        """
+        self._guard.check()
+        info = self._roster.add(name, source)
+        return info, self._roster.serving(name).model
+
+    def alias(self, name: str, existing: str) -> ModelInfo:
+        """Give a model one more name."""
+        self._guard.check()
+        return self._roster.alias(name, existing)
+
+    def unload(self, name: str) -> None:
+        """Let go of a model, and of the adapters over it. What was computed with it stays cached.
+
+        Raises `ModelNotFound`, and `ModelBusy` while requests to it are open.
+        """
+        self._guard.check()
+        self._roster.remove(name, self._in_use())
+        self.scheduler.memory_changed()
+
+    def models(self) -> tuple[ModelInfo, ...]:
+        """All models that requests can name."""
+        return self._roster.infos()
 
     def submit(self, submission: Submission) -> None:
         """Queue a request, or fail it before anything has changed."""
         self._guard.check()
         try:
             self._require_room()
-            row = self._admission.row_for(submission)
+            row = self._roster.serving(submission.request.model).row_for(submission)
             self._memory.require_possible(row)
             if row.deadline is not None and row.deadline <= self._recorder.now():
                 raise too_late(row, self._recorder.now())
@@ -160,6 +177,7 @@ class EngineLoop:
             priority=request.priority,
             deadline=request.deadline,
             others=self.scheduler.queued,
+            model=request.model,
         )
         # Nobody waits for what a cache of no size will not have.
         namespace = row.namespace if row.reads_cache and self.cache.max_bytes else None
@@ -169,6 +187,7 @@ class EngineLoop:
             namespace,
             row.boundaries,
             max_tokens=row.max_tokens,
+            lane=row.lane,
             party=Party(request.tenant, request.swarm, request.agent),
             priority=request.priority,
             deadline=row.deadline,
@@ -190,7 +209,15 @@ class EngineLoop:
         return EngineStatistics(
             requests=self.scheduler.statistics(),
             usage=self._endings.usage,
-            lane=self.lane.statistics(),
+            models={
+                name: ModelStatistics(
+                    base=base,
+                    weights=served.weights,
+                    requests=sum(row.lane in served.lanes for row in self._rows.values()),
+                    lane=served.batch.statistics(),
+                )
+                for name, (base, served) in self._roster.named().items()
+            },
             cache=self.cache.statistics(),
             memory=self.ledger.statistics(),
             pressure=self._watch.statistics(self._wired_limit),
@@ -202,17 +229,20 @@ class EngineLoop:
         self.cache.check_integrity()
         counts = self.scheduler.statistics()
         leased = [row for row in self._rows.values() if row.lease is not None]
-        assert counts.decoding == len(self.lane.running)
+        lanes = list(self._lanes())
+        assert counts.decoding == sum(len(lane.running) for lane in lanes)
         open_rows = counts.restoring + counts.prefilling + counts.decoding
         assert open_rows >= len(leased) == self.cache.statistics().leases
-        self.lane.check_integrity()
+        for lane in lanes:
+            lane.check_integrity()
         self.ledger.check_integrity()
         promised = sum(row.memory.remaining for row in self._rows.values() if row.memory)
         assert self.ledger.used(Purpose.TAILS) == promised
-        assert self.lane.statistics().batch.tails.used_bytes <= promised
-        for row in self.lane.rows:
+        tails = sum(served.batch.statistics().batch.tails.used_bytes for served in self._roster)
+        assert tails <= promised
+        for row in (row for lane in lanes for row in lane.rows):
             assert row.memory is not None
-            assert row.memory.remaining == self._kv_bytes(row, self.lane.reads(row))
+            assert row.memory.remaining == self._kv_bytes(row, row.lane.reads(row))
 
     def turn(self) -> bool:
         """Do the next piece of work; False if there is none."""
@@ -221,7 +251,8 @@ class EngineLoop:
         try:
             return self._turn()
         except Exception as error:  # nobody else would end these requests
-            self.lane.reset()
+            for lane in self._lanes():
+                lane.reset()
             for row in list(self._rows.values()):
                 self._endings.fail(row, error)
             return True
@@ -254,7 +285,7 @@ class EngineLoop:
             last.callback(lambda: self._restoring.close(_left(deadline)))
             if self._cold is not None:
                 last.callback(lambda: self._flush_last(_left(deadline)))
-            last.callback(self.lane.close)
+            last.callback(self._roster.close)
 
     def _flush_last(self, seconds: float) -> None:
         left = self.cache.flush(seconds)
@@ -315,8 +346,8 @@ class EngineLoop:
             case Store(request, shared):
                 row = self._rows[request]
                 self._endings.guarded(row, self._store, shared)
-            case Decode():
-                self._decode()
+            case Decode(lane):
+                self._decode(cast(Lane, lane))  # they come from `submit`
         return True
 
     def _require_room(self) -> None:
@@ -405,7 +436,7 @@ class EngineLoop:
     def _open(
         self, row: Row, not_worth_waiting: bool = False, restoration: Restoration | None = None
     ) -> None:
-        self.lane.open(row, restoration)
+        row.lane.open(row, restoration)
         plan = row.plan
         self._recorder.note(
             events.Planned,
@@ -434,7 +465,7 @@ class EngineLoop:
         for request, _, stop in parts:
             row = self._rows[request]
             self._endings.guarded(row, self._seat_early)
-            if self.lane.holds(row):
+            if row.lane.holds(row):
                 together.append((row, stop))
             elif row.id in self._rows:
                 self._endings.guarded(row, self._prefill_alone, stop)
@@ -442,18 +473,18 @@ class EngineLoop:
             self._prefill_together(together)
 
     def _seat_early(self, row: Row) -> None:
-        if self.lane.can_seat(row):
+        if row.lane.can_seat(row):
             self._seat(row)
 
     def _prefill_alone(self, row: Row, stop: int) -> None:
         start, began = row.position, self._recorder.now()
-        self.lane.prefill(row, stop)
+        row.lane.prefill(row, stop)
         self._prefilled(row, start, self._recorder.now() - began)
 
     def _prefill_together(self, parts: Sequence[tuple[Row, int]]) -> None:
         starts, began = [row.position for row, _ in parts], self._recorder.now()
         try:
-            self.lane.prefill_together(parts)
+            parts[0][0].lane.prefill_together(parts)
         except Exception as error:
             for row, _ in parts:
                 self._endings.fail(row, error)
@@ -467,55 +498,72 @@ class EngineLoop:
         self._recorder.note(
             events.PrefillChunk, request=row.id, start=start, stop=stop, seconds=seconds
         )
-        lasting = self.lane.donates and self.lane.holds(row)
+        lasting = row.lane.donates and row.lane.holds(row)
         if self.scheduler.prefilled(row.id, stop, lasting=lasting):
             self._join(row)
 
     def _store(self, row: Row, shared: int) -> None:
-        kept = self.lane.store(row, shared)
-        if kept and self.lane.holds(row):
+        kept = row.lane.store(row, shared)
+        if kept and row.lane.holds(row):
             self._settle(row)
         if self.scheduler.stored(row.id, kept=kept):
             self._join(row)
 
-    def _note_prefill(self, tokens: int, seconds: float) -> None:
-        self._pace.note_prefill(tokens, seconds)
-        self.cache.note_prefill(tokens, seconds)
-
     def _computed(self, request: RequestId) -> Tokens:
-        return self.lane.computed(self._rows[request])
+        row = self._rows[request]
+        return row.lane.computed(row)
 
     def _kv_bytes(self, row: Row, known: int) -> int:
-        return self.lane.kv_bytes(len(row.prompt) - known + row.max_tokens, known)
+        return row.lane.kv_bytes(len(row.prompt) - known + row.max_tokens, known)
 
     def _seat(self, row: Row) -> None:
-        self.lane.seat(row)
+        row.lane.seat(row)
         self._settle(row)
 
     def _settle(self, row: Row) -> None:
-        self._memory.settle(row, self.lane.reads(row))
+        self._memory.settle(row, row.lane.reads(row))
 
     def _join(self, row: Row) -> None:
-        self.lane.join(row)
+        row.lane.join(row)
         self._settle(row)
         row.joined = self._recorder.now()
 
-    def _decode(self) -> None:
+    def _decode(self, lane: Lane) -> None:
         self.cache.write_behind()
         began = self._recorder.now()
         try:
-            tokens = self.lane.step()
+            tokens = lane.step()
         except Exception as error:
-            lost = self.lane.rows
-            self.lane.reset()
+            lost = lane.rows
+            lane.reset()
             for row in lost:
                 self._endings.fail(row, error)
             return
         now = self._recorder.now()
         if tokens:
-            self._pace.note_step(now - began)
             self._recorder.note(events.DecodeStep, rows=len(tokens), seconds=now - began)
         self._endings.receive(tokens, now)
+
+    def _lanes(self) -> Iterator[Lane]:
+        for served in self._roster:
+            yield from served.lanes
+
+    def _in_use(self) -> list[Served]:
+        """The models of open requests, one for each of these."""
+        by_lane = {id(lane): served for served in self._roster for lane in served.lanes}
+        return [by_lane[id(row.lane)] for row in self._rows.values()]
+
+    def _open_model(self, source: ModelSource, base: LoadedModel | None) -> Served:
+        return self._serve(load(source.spec, dtype=source.dtype))
+
+    def _serve(self, model: LoadedModel) -> Served:
+        return Served(
+            model,
+            self.cache,
+            self.ledger,
+            self._settings,
+            lambda row, reach: self._memory.afford(row, reach),
+        )
 
 
 def _left(deadline: float) -> float:

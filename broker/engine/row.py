@@ -10,6 +10,7 @@ from ..cache.plan import Plan
 from ..cache.prefix_hash import Tokens
 from ..request import Request, RequestId, TokenLogprob, Usage
 from .grammar import GrammarState
+from .lane import Lane
 from .mailbox import Mailbox
 from .text import TextStream
 
@@ -17,7 +18,8 @@ from .text import TextStream
 class Row:
     """What the engine knows of one request: prompt, KV, output, and when things happened.
 
-    `position` counts the prompt tokens whose KV is there, in `caches`, in the batch, or only in the
+    `lane` is where it runs; `ends` are the tokens that end its output and are no text. `position`
+    counts the prompt tokens whose KV is there, in `caches`, in the batch, or only in the
     lease; `stored` those of them that were put. Times are on the recorder's clock.
     """
 
@@ -34,6 +36,8 @@ class Row:
         sampler: Any,
         text: TextStream,
         submitted: float,
+        lane: Lane,
+        ends: frozenset[int] = frozenset(),
         grammar: GrammarState | None = None,
     ) -> None:
         self.id = request_id
@@ -45,6 +49,8 @@ class Row:
         self.max_tokens = max_tokens
         self.sampler = sampler
         self.grammar = grammar
+        self.lane = lane
+        self.ends = ends
         self.text = text
         self.plan: Plan | None = None
         self.lease: PromptLease | None = None

@@ -1,9 +1,9 @@
 """What the engine does next: policy only, no MLX, no clock of its own, deterministic.
 
 Requests are admitted in their turn (`fairness`), up to `max_rows` at a time. Prefill goes by
-chunks, in turn as well, short rests of several prompts in one; a decode step of all running rows
-comes after every chunk of prompt tokens at the latest. A request past its deadline ends, whatever
-its state.
+chunks, in turn as well, short rests of several prompts of one lane in one. After every chunk of
+prompt tokens at the latest comes a round of decode steps, one for each lane that has running rows.
+A request past its deadline ends, whatever its state.
 
 Single-flight: a request waits while a request that is being prefilled (its *leader*) will store a
 longer prefix of its prompt than memory holds. The leader stops exactly where the two part and
@@ -23,13 +23,15 @@ from ..cache.prefix_hash import Tokens, common_prefix_length
 from ..request import RequestId
 from .deadlines import Deadlines
 from .fairness import Account, Claim, Clock, FairQueue, Party, roughly
-from .work import Admit, Decode, Expire, Hold, Part, Prefill, Store, Wait, Work
+from .work import Admit, Decode, Expire, Hold, LanePolicy, Part, Prefill, Store, Wait, Work
 
 MINIMUM_SHARED_TOKENS = 16
 """A request does not wait for fewer tokens than this."""
 
 LOOKAHEAD = 2
 """How much of the queue may choose a leader while there is no room, in multiples of `max_rows`."""
+
+ROUNDING = 1e-9
 
 NOBODY = Party()
 
@@ -75,9 +77,11 @@ class _Entry(Claim):
         account: Account,
         priority: int,
         max_tokens: int,
+        lane: LanePolicy,
     ) -> None:
         super().__init__(account, priority, len(tokens) + max_tokens)
         self.request = request
+        self.lane = lane
         self.tokens = tokens
         self.namespace = namespace
         self.end = len(tokens) - 1
@@ -115,10 +119,7 @@ class Scheduler:
     `known(tokens, namespace)` is how many tokens of a prompt memory has now. `has_memory(request)`
     says whether a request may run now. If not, it stays the next of its priority and those behind
     it wait as well, so that nobody is overtaken for ever. `clock` is what deadlines and aging go
-    by. With `exact_stops` (models whose state serves one length only) no stop is left out for
-    a later one nearby. `computed(request)` are the tokens that a decoding row could store, none by
-    default. `chunk(decoding)` is how many prompt tokens to compute at once: while rows decode, that
-    is between two steps.
+    by. `computed(request)` are the tokens that a decoding row of a lane that donates could store.
     """
 
     def __init__(
@@ -126,20 +127,16 @@ class Scheduler:
         known: Callable[[Tokens, str], int],
         *,
         max_rows: int,
-        chunk: Callable[[bool], int],
         clock: Clock,
+        computed: Callable[[RequestId], Tokens],
         minimum_shared: int = MINIMUM_SHARED_TOKENS,
-        exact_stops: bool = False,
         has_memory: Callable[[RequestId], bool] = lambda request: True,
-        computed: Callable[[RequestId], Tokens] | None = None,
     ) -> None:
         self._known = known
         self._has_memory = has_memory
         self._max_rows = max_rows
-        self._chunk = chunk
         self._computed = computed
         self._minimum_shared = max(minimum_shared, 1)
-        self._reach = 0 if exact_stops else self._minimum_shared - 1
         self._clock = clock
         self._entries: dict[RequestId, _Entry] = {}
         self._accounts = Account()
@@ -150,7 +147,10 @@ class Scheduler:
         self._restoring: dict[_Entry, None] = {}
         self._decoding: dict[_Entry, None] = {}
         self._due: dict[_Entry, None] = {}
-        self._since_decode = 0
+        # Lanes whose turn in this round of decode steps is still to come, and how much of a chunk
+        # was computed since the last round.
+        self._round: list[LanePolicy] = []
+        self._spent = 0.0
         self._undecided = False
         # What is left of going through the queue; begun anew whenever it may turn out differently.
         self._to_decide: Iterator[_Entry] = iter(())
@@ -165,6 +165,7 @@ class Scheduler:
         boundaries: Iterable[int] = (),
         *,
         max_tokens: int,
+        lane: LanePolicy,
         party: Party = NOBODY,
         priority: int = 0,
         deadline: float | None = None,
@@ -174,7 +175,7 @@ class Scheduler:
         """
         marks = boundaries if namespace is not None else ()
         account = self._accounts.agent(party)
-        entry = _Entry(request, tokens, namespace, marks, account, priority, max_tokens)
+        entry = _Entry(request, tokens, namespace, marks, account, priority, max_tokens, lane)
         self._entries[request] = entry
         if deadline is not None:
             self._deadlines.add(request, deadline)
@@ -238,9 +239,9 @@ class Scheduler:
         stored at the end of the prompt unless somebody asked for it.
         """
         entry = self._entries[request]
-        self._since_decode += position - entry.position
+        self._spent += (position - entry.position) / entry.lane.chunk(bool(self._decoding))
         self._charge(entry, position)
-        at_stop = position == entry.next_stop(self._reach)
+        at_stop = position == entry.next_stop(self._reach(entry))
         entry.position = position
         wanted = not lasting or entry.wanted_tokens() > entry.stored
         if at_stop and wanted and entry.namespace is not None:
@@ -338,6 +339,8 @@ class Scheduler:
                 if (entry.leader, leader.followers.get(entry)) != (leader, shared):
                     self._follow(entry, leader, shared)
                     return Wait(entry.request, leader.request, shared)
+            elif self._admits and self._is_full(entry.lane):
+                self._unfollow(entry)
             elif self._admits and self._has_memory(entry.request):
                 self._undecided = True
                 return Admit(entry.request, leader is not None)
@@ -353,27 +356,58 @@ class Scheduler:
         return Store(entry.request, entry.wanted_tokens()) if entry is not None else None
 
     def _compute(self) -> Work | None:
-        chunk = self._chunk(bool(self._decoding))
-        spent = self._since_decode if self._decoding else 0
+        """A step of a lane in this round, else parts of prompts, else the first of a new round."""
+        if work := self._step():
+            return work
+        if parts := self._parts():
+            return Prefill(tuple(parts))
+        self._spent = 0.0
+        self._round = list({entry.lane: None for entry in self._decoding})
+        return self._step()
+
+    def _step(self) -> Work | None:
+        while self._round:
+            lane = self._round.pop()
+            if rows := [entry for entry in self._decoding if entry.lane is lane]:
+                for entry in rows:
+                    entry.compute(1)
+                return Decode(lane)
+        return None
+
+    def _parts(self) -> list[Part]:
+        """Parts of prompts of one lane that may be computed before the next round."""
+        is_decoding = bool(self._decoding)
+        spent = self._spent if is_decoding else 0.0
         parts: list[Part] = []
+        lane: LanePolicy | None = None
+        chunk = 0
         for entry in self._prefilling.in_turn():
-            stop = entry.next_stop(self._reach)
+            if lane is None:
+                lane, chunk = entry.lane, entry.lane.chunk(is_decoding)
+            elif entry.lane is not lane:
+                continue
+            stop = entry.next_stop(self._reach(entry))
             if stop - entry.position > chunk:
                 # At multiples of the chunk, and not for what is left over of another: every length
                 # that was not seen before is dear on GPUs.
                 stop = (entry.position // chunk + 1) * chunk
-            if spent and spent + stop - entry.position > chunk:
+            cost = (stop - entry.position) / chunk
+            if spent and spent + cost > 1 + ROUNDING:
                 break
             parts.append(Part(entry.request, entry.position, stop))
-            spent += stop - entry.position
-        if parts:
-            return Prefill(tuple(parts))
-        if not self._decoding:
-            return None
-        self._since_decode = 0
-        for entry in self._decoding:
-            entry.compute(1)
-        return Decode()
+            spent += cost
+        return parts
+
+    def _reach(self, entry: _Entry) -> int:
+        """How far apart stops may be that one put serves."""
+        return 0 if entry.lane.exact_stops else self._minimum_shared - 1
+
+    def _is_full(self, lane: LanePolicy) -> bool:
+        if lane.max_rows >= self._max_rows:
+            return False
+        places = (self._restoring, self._prefilling.claims, self._decoding)
+        rows = sum(entry.lane is lane for place in places for entry in place)
+        return rows >= lane.max_rows
 
     def _occupied(self) -> int:
         return len(self._restoring) + len(self._prefilling) + len(self._decoding)
@@ -405,7 +439,8 @@ class Scheduler:
         """Who will store most of this prompt, how much, and whether that is worth waiting for."""
         best, longest = None, self._in_memory(entry)
         floor = longest
-        for leader in (*self._prefilling.claims, *(self._decoding if self._computed else ())):
+        donors = (each for each in self._decoding if each.lane.donates)
+        for leader in (*self._prefilling.claims, *donors):
             shared = self._shared(entry, leader)
             if shared > max(longest, leader.stored):
                 best, longest = leader, shared
@@ -425,7 +460,7 @@ class Scheduler:
             entry.common[leader.request] = common
         if leader.state is not _State.DECODING:
             return min(common, entry.end, leader.end)
-        if common == len(leader.tokens) and self._computed is not None:
+        if common == len(leader.tokens):
             common = common_prefix_length(entry.tokens, self._computed(leader.request))
         return min(common, entry.end)
 

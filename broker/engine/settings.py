@@ -32,14 +32,30 @@ class EngineSettings(NamedTuple):
     max_queue: int = MAX_QUEUE
 
 
+class ModelStatistics(Struct, frozen=True, kw_only=True):
+    """A model in memory: `weights` in bytes (an adapter's own, where it is one of `base`), requests
+    that are open, and the batch that serves it.
+    """
+
+    base: str
+    weights: int
+    requests: int
+    lane: LaneStatistics
+
+
 class EngineStatistics(Struct, frozen=True, kw_only=True):
-    """Requests by state, what all requests together have cost so far, the batch lane, the prompt
-    cache, the memory ledger, and what the process really takes.
+    """Requests by state, what all requests together have cost so far, the models that are loaded,
+    the prompt cache, the memory ledger, and what the process really takes.
     """
 
     requests: SchedulerStatistics
     usage: Usage
-    lane: LaneStatistics
+    models: dict[str, ModelStatistics]
     cache: CacheStatistics
     memory: LedgerStatistics
     pressure: PressureStatistics
+
+    @property
+    def lane(self) -> LaneStatistics:
+        """The batch lane of the first model."""
+        return next(iter(self.models.values())).lane

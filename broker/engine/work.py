@@ -1,8 +1,27 @@
 """What the scheduler asks the engine to do next. No MLX."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ..request import RequestId
+
+
+class LanePolicy(Protocol):
+    """What the scheduler has to know of a lane. Two are one if they are the same object.
+
+    With `exact_stops` (models whose state serves one length only) no stop is left out for a later
+    one nearby. A lane that `donates` can store rows that decode at any time.
+    """
+
+    @property
+    def max_rows(self) -> int:
+        """Rows that it takes at a time."""
+
+    @property
+    def exact_stops(self) -> bool: ...
+    @property
+    def donates(self) -> bool: ...
+    def chunk(self, decoding: bool) -> int:
+        """Prompt tokens to compute at once: while rows decode, between two steps."""
 
 
 class Admit(NamedTuple):
@@ -42,7 +61,7 @@ class Part(NamedTuple):
 
 
 class Prefill(NamedTuple):
-    """Compute these parts, of different requests; answer with `prefilled` for each."""
+    """Compute these parts, of different requests of one lane; answer with `prefilled` for each."""
 
     parts: tuple[Part, ...]
 
@@ -57,7 +76,9 @@ class Store(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """One token for every running row."""
+    """One token for every running row of a lane."""
+
+    lane: LanePolicy
 
 
 Work = Admit | Wait | Hold | Expire | Prefill | Store | Decode

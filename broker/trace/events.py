@@ -52,7 +52,8 @@ class TraceStarted(Event, frozen=True):
 class Queued(Event, frozen=True):
     """A request arrived. It was `submitted` then; a busy engine takes note of it a little later.
 
-    `deadline` is in seconds from then. `others` were queued already.
+    `deadline` is in seconds from then. `others` were queued already. Without a `model` it is the
+    broker's first.
     """
 
     submitted: float
@@ -66,6 +67,7 @@ class Queued(Event, frozen=True):
     priority: int = 0
     deadline: float | None = None
     others: int = 0
+    model: str = ""
 
 
 class Waiting(Event, frozen=True):

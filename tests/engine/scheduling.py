@@ -16,6 +16,7 @@ from mlx_swarm.broker.engine.work import (
     Decode,
     Expire,
     Hold,
+    LanePolicy,
     Part,
     Prefill,
     Store,
@@ -25,6 +26,20 @@ from mlx_swarm.broker.engine.work import (
 from mlx_swarm.broker.request import RequestId
 
 WorkType = TypeVar("WorkType")
+
+
+class FakeLane:
+    """Tells the scheduler what it wants to know."""
+
+    exact_stops = False
+
+    def __init__(self, max_rows: int, chunk: int, donates: bool = False) -> None:
+        self.max_rows = max_rows
+        self.donates = donates
+        self._chunk = chunk
+
+    def chunk(self, decoding: bool) -> int:
+        return self._chunk
 
 
 class FakeEngine:
@@ -52,12 +67,12 @@ class FakeEngine:
         self.scheduler = Scheduler(
             self.known,
             max_rows=max_rows,
-            chunk=lambda decoding: prefill_chunk,
             clock=lambda: self.now,
             has_memory=self._has_room,
             minimum_shared=minimum_shared,
-            computed=self.held if lasting else None,
+            computed=self.held,
         )
+        self.lane = FakeLane(max_rows, prefill_chunk, donates=lasting)
         self.lasting = lasting
         self.output = output
         self.room = room
@@ -68,6 +83,7 @@ class FakeEngine:
         self.decoded: Counter[RequestId] = Counter()
         self.outputs: dict[RequestId, int] = {}
         self.parties: dict[RequestId, Party] = {}
+        self.lanes: dict[RequestId, FakeLane] = {}
         self.served: Counter[Party] = Counter()
         self.memory: list[tuple[str, Tokens]] = []
         self.computed: Counter[tuple[str | None, bytes]] = Counter()
@@ -84,6 +100,7 @@ class FakeEngine:
         priority: int = 0,
         deadline: float | None = None,
         output: int = 0,
+        lane: FakeLane | None = None,
     ) -> RequestId:
         request = RequestId(name)
         prompt = np.array(tokens, np.uint32)
@@ -92,12 +109,14 @@ class FakeEngine:
         self.submitted_tokens += len(tokens)
         self.outputs[request] = output or self.output
         self.parties[request] = party or Party()
+        self.lanes[request] = lane or self.lane
         self.scheduler.submit(
             request,
             prompt,
             namespace,
             boundaries,
             max_tokens=self.outputs[request],
+            lane=self.lanes[request],
             party=self.parties[request],
             priority=priority,
             deadline=None if deadline is None else self.now + deadline,
@@ -128,8 +147,8 @@ class FakeEngine:
             case Store(request):
                 self.keep(request)
                 self.scheduler.stored(request, kept=not self.refuses)
-            case Decode():
-                self._decode()
+            case Decode(lane):
+                self._decode(lane)
             case Expire(request):
                 self.cancel(request)
             case Wait() | Hold() | None:
@@ -190,8 +209,12 @@ class FakeEngine:
         self.positions[request] = stop
         self.scheduler.prefilled(request, stop, lasting=self.lasting)
 
-    def _decode(self) -> None:
-        running = [r for r, at in self.positions.items() if at == len(self.prompts[r][0]) - 1]
+    def _decode(self, lane: LanePolicy) -> None:
+        running = [
+            r
+            for r, at in self.positions.items()
+            if at == len(self.prompts[r][0]) - 1 and self.lanes[r] is lane
+        ]
         assert running
         for request in running:
             self.decoded[request] += 1

@@ -10,7 +10,7 @@ from mlx_swarm.broker.cache.prefix_hash import Tokens
 from mlx_swarm.broker.engine.scheduler import MINIMUM_SHARED_TOKENS, Scheduler
 from mlx_swarm.broker.engine.work import Admit, Decode, Part, Prefill, Store, Wait
 from mlx_swarm.broker.request import RequestId as R
-from tests.engine.scheduling import FakeEngine
+from tests.engine.scheduling import FakeEngine, FakeLane
 
 SHARED = list(range(1000, 1100))
 
@@ -133,24 +133,24 @@ def test_a_one_token_prompt_decodes_at_once() -> None:
     engine = FakeEngine()
     engine.submit("one", [5])
     engine.drain()
-    assert engine.log == [Admit(R("one"), False), Decode(), Decode()]
+    assert engine.log == [Admit(R("one"), False), Decode(engine.lane), Decode(engine.lane)]
 
 
 def test_a_long_prefill_lets_running_rows_go_on_after_every_chunk() -> None:
     engine = FakeEngine(prefill_chunk=16, output=50)
     engine.submit("running", [1, 2, 3])
-    while engine.turn() != Decode():
+    while engine.turn() != Decode(engine.lane):
         pass
     engine.submit("long", list(range(500)))
     engine.submit("short", list(range(600, 610)))
     engine.drain()
     since_decode = 0
-    for work in engine.log[engine.log.index(Decode()) :]:
+    for work in engine.log[engine.log.index(Decode(engine.lane)) :]:
         match work:
             case Prefill(parts):
                 since_decode += sum(part.stop - part.start for part in parts)
                 assert since_decode <= 16
-            case Decode():
+            case Decode(engine.lane):
                 since_decode = 0
 
 
@@ -304,6 +304,7 @@ def test_nobody_is_left_behind_when_leaders_fail_or_the_cache_takes_nothing(
 @settings(max_examples=30, deadline=None)
 def test_the_same_arrivals_give_the_same_work(arrivals: list[Arrival]) -> None:
     first, second = FakeEngine(max_rows=3), FakeEngine(max_rows=3)
+    second.lane = first.lane
     _play(first, arrivals)
     _play(second, arrivals)
     assert first.log == second.log
@@ -317,15 +318,19 @@ def test_a_long_queue_is_not_gone_through_at_every_change() -> None:
         looked_up += 1
         return 0
 
-    scheduler = Scheduler(known, max_rows=4, chunk=lambda decoding: 64, clock=lambda: 0.0)
+    lane = FakeLane(4, 64)
+    scheduler = Scheduler(
+        known, max_rows=4, clock=lambda: 0.0, computed=lambda request: np.array([], np.uint32)
+    )
     requests = [R(f"r{number}") for number in range(400)]
     for number, request in enumerate(requests):
-        scheduler.submit(request, np.array([number] * 20, np.uint32), "shared", max_tokens=1)
+        tokens = np.array([number] * 20, np.uint32)
+        scheduler.submit(request, tokens, "shared", max_tokens=1, lane=lane)
     for request in requests:
         assert scheduler.next() == Admit(request, False)
         scheduler.admitted(request, 19)
         if scheduler.statistics().decoding == 4:
-            assert scheduler.next() == Decode()
+            assert scheduler.next() == Decode(lane)
             for row in requests[requests.index(request) - 3 : requests.index(request) + 1]:
                 scheduler.ended(row)
     assert looked_up <= 20 * len(requests)
