@@ -24,7 +24,7 @@ class Agent:
         self.name = name
         self._scope = scope
         self._settings = settings
-        self._transcript = Transcript(instructions)
+        self._transcript = Transcript(instructions, settings.model)
         self._turns: list[Turn] = []
 
     def ask(self, text: str) -> Turn:

@@ -22,6 +22,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     logprobs: bool = False
     top_logprobs: int = 0
     seed: int | None = None
+    model: str = ""
     tenant: str = ""
     priority: int = 0
     deadline: float | None = None
@@ -39,6 +40,7 @@ class Settings(Struct, frozen=True, kw_only=True):
             stop=self.stop,
             logprobs=self.logprobs,
             top_logprobs=self.top_logprobs,
+            model=self.model,
             tenant=self.tenant,
             swarm=self.swarm,
             priority=self.priority,

@@ -35,8 +35,9 @@ class Swarm:
     broker lets about a thousand wait (`max_queue`). `max_tokens`, `sampling`, `grammar`, `stop`,
     `logprobs`, `top_logprobs`, `priority` and `deadline` hold for every turn, as in a `Request`; a
     deadline runs from when the turn is with the broker. With `seed`, or a seed in `sampling`, a
-    turn's own seed is derived from that seed, the agent's name and the number of the turn. `tenant`
-    separates caches; `cache=False` neither reads nor writes the cache.
+    turn's own seed is derived from that seed, the agent's name and the number of the turn. `model`
+    names one of the broker's models or adapters, by default its first. `tenant` separates caches;
+    `cache=False` neither reads nor writes the cache.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Swarm:
         logprobs: bool = False,
         top_logprobs: int = 0,
         seed: int | None = None,
+        model: str = "",
         tenant: str = "",
         priority: int = 0,
         deadline: float | None = None,
@@ -74,6 +76,7 @@ class Swarm:
             logprobs=logprobs,
             top_logprobs=top_logprobs,
             seed=seed,
+            model=model,
             tenant=tenant,
             priority=priority,
             deadline=deadline,
@@ -90,6 +93,7 @@ class Swarm:
         task: str,
         *,
         name: str | None = None,
+        model: str | None = None,
         max_tokens: int | None = None,
         sampling: Sampling | None = None,
         grammar: Grammar | None = None,
@@ -105,6 +109,8 @@ class Swarm:
         check_task(task)
         scope = self._open_scope()
         settings = self._settings
+        if model is not None:
+            settings = replace(settings, model=model)
         if max_tokens is not None:
             settings = replace(settings, max_tokens=max_tokens)
         if sampling is not None:

@@ -23,10 +23,11 @@ class Transcript:
     """Everything said between a user and one agent, as tokens and as messages.
 
     Tokens that the model generated are kept as they are, never tokenized again: the tokens of a
-    turn are a prefix of the next turn's prompt.
+    turn are a prefix of the next turn's prompt. `model` is whose chat template is used.
     """
 
-    def __init__(self, instructions: str = "") -> None:
+    def __init__(self, instructions: str = "", model: str = "") -> None:
+        self._model = model
         self._messages = [Message("system", instructions)] if instructions else []
         self._tokens: tuple[int, ...] = ()
         self._boundaries: tuple[int, ...] = ()
@@ -44,9 +45,10 @@ class Transcript:
     async def prompt(self, broker: SwarmBroker, text: str) -> Prompt:
         """The prompt of the next turn, in which the user says `text`. Changes nothing."""
         if not self._tokens:
-            rendered = await broker.render([*self._messages, Message("user", text)])
+            messages = [*self._messages, Message("user", text)]
+            rendered = await broker.render(messages, model=self._model)
             return Prompt(tuple(rendered.tokens), tuple(rendered.boundaries))
-        addition = await _after_a_reply(broker, text)
+        addition = await _after_a_reply(broker, text, self._model)
         overlap = _overlap(self._tokens, addition)
         return Prompt(self._tokens + addition[overlap:], self._boundaries)
 
@@ -57,14 +59,15 @@ class Transcript:
         self._messages += [Message("user", text), Message("assistant", reply)]
 
 
-async def _after_a_reply(broker: SwarmBroker, text: str) -> tuple[int, ...]:
+async def _after_a_reply(broker: SwarmBroker, text: str, model: str) -> tuple[int, ...]:
     """The tokens between the end of any reply and the next one.
 
     Two renderings that differ in nothing but the reply end in the same tokens, and these are what
     the chat template puts there: the end of the reply, the user's turn, the next reply's opening.
     """
     first, second = [
-        (await broker.render(_conversation(reply, text))).tokens for reply in STAND_IN_REPLIES
+        (await broker.render(_conversation(reply, text), model=model)).tokens
+        for reply in STAND_IN_REPLIES
     ]
     if list(first) == list(second):
         raise InvalidRequest("the chat template leaves replies out: an agent on it has one turn")

@@ -133,6 +133,7 @@ class Turn:
             stop=settings.stop,
             logprobs=settings.logprobs,
             top_logprobs=settings.top_logprobs,
+            model=settings.model,
             tenant=settings.tenant,
             agent=self.agent,
             swarm=settings.swarm,

@@ -16,6 +16,7 @@ from .errors import DeadlineExceeded as DeadlineExceeded
 from .errors import EngineFailed as EngineFailed
 from .errors import InvalidRequest as InvalidRequest
 from .errors import InvalidSetting as InvalidSetting
+from .errors import ModelBusy as ModelBusy
 from .errors import ModelError as ModelError
 from .errors import ModelNotFound as ModelNotFound
 from .errors import ModelUnreadable as ModelUnreadable
@@ -28,6 +29,7 @@ from .request import Delta as Delta
 from .request import FinishReason as FinishReason
 from .request import Grammar as Grammar
 from .request import Message as Message
+from .request import ModelInfo as ModelInfo
 from .request import Request as Request
 from .request import RequestId as RequestId
 from .request import Sampling as Sampling
@@ -39,7 +41,7 @@ from .request import Usage as Usage
 if TYPE_CHECKING:
     from .broker import Broker as Broker
     from .broker import BrokerStatistics as BrokerStatistics
-    from .broker import ResponseStream as ResponseStream
+    from .response import ResponseStream as ResponseStream
 
 _LAZY = ("Broker", "BrokerStatistics", "ResponseStream")
 

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +15,17 @@ from .checks import check_range, check_text
 from .engine.mailbox import Mailbox
 from .engine.submission import MAX_QUEUE, Submission
 from .engine.thread import EngineThread
-from .errors import BrokerClosed, EngineFailed, InvalidSetting, ModelUnreadable, SwarmError
-from .request import Completed, Message, Request, RequestId, StreamEvent, check_messages
+from .errors import (
+    BrokerClosed,
+    EngineFailed,
+    InvalidSetting,
+    ModelNotFound,
+    ModelUnreadable,
+    SwarmError,
+)
+from .request import Completed, Message, ModelInfo, Request, RequestId, check_messages
+from .response import ResponseStream
+from .sizes import parse_size
 from .trace.recorder import Recorder, RecorderStatistics
 
 if TYPE_CHECKING:
@@ -28,9 +36,7 @@ if TYPE_CHECKING:
 
 CLOSED_IN_LOADING = "the broker was closed while its model was loading"
 MOST_FLUSH_SECONDS = 86_400.0
-SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-SIZE_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
+MOST_IDLE_SECONDS = 1e9
 
 class BrokerStatistics(Struct, frozen=True, kw_only=True):
     """What is going on and what it has cost: requests and prompt cache, and the trace."""
@@ -40,7 +46,7 @@ class BrokerStatistics(Struct, frozen=True, kw_only=True):
 
 
 class Broker:
-    """Serves many agents from one model and one prompt cache.
+    """Serves many agents from one prompt cache: with one model, or several (see `load`).
 
     `model` is what `mlx_swarm.broker.models.load` takes. `ram` bounds the prompt cache, in bytes
     or as text ("2GiB", "512MB"); `memory` bounds weights, cache and running requests together
@@ -52,8 +58,10 @@ class Broker:
     At most `max_rows` requests run at a time and `max_queue` more wait for their turn (see
     `Request`); further ones end with `QueueFull`. Between two decode steps at most `prefill_chunk`
     prompt tokens are computed (default: as many as let running requests wait for 3.5 steps at most,
-    by what was measured; while nothing decodes, half a second's worth). `trace` is a file for the
-    trace events; `progress` is called, in the engine thread, while the model loads.
+    by what was measured; while nothing decodes, half a second's worth). Models that nobody has used
+    for `idle_unload` seconds leave memory until somebody asks for them again (default: they stay).
+    `trace` is a file for the trace events; `progress` is called, in the engine thread, while the
+    model loads.
 
     An async context manager: entering loads the model, leaving ends everything, also what is still
     being streamed. Raises `InvalidSetting`, and `BackendMissing` where MLX is not installed.
@@ -72,6 +80,7 @@ class Broker:
         max_rows: int = 32,
         max_queue: int = MAX_QUEUE,
         prefill_chunk: int | None = None,
+        idle_unload: float | None = None,
         trace: str | os.PathLike[str] | None = None,
         progress: "Callable[[Progress], None] | None" = None,
     ) -> None:
@@ -85,8 +94,11 @@ class Broker:
         for name, value in counts.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InvalidSetting(f"{name} is {value!r}; it must be at least 1, and whole")
+        if idle_unload is not None:
+            check_range("idle_unload", idle_unload, 0, MOST_IDLE_SECONDS, open_low=True)
         require_mlx()
         self._model = model
+        self._idle_unload = idle_unload
         self._dtype = dtype
         self._wired = wired
         self._max_rows = max_rows
@@ -97,12 +109,12 @@ class Broker:
         self._ids = itertools.count(1)
         self._thread: EngineThread[EngineLoop] | None = None
         self._opening: EngineThread[EngineLoop] | None = None
-        self._text: LoadedModel | None = None
+        self._texts: dict[str, LoadedModel] = {}
         self.model_name = str(model)
         self.context_length = 0
         self.recorder: Recorder
 
-    def stream(self, request: Request) -> "ResponseStream":
+    def stream(self, request: Request) -> ResponseStream:
         """Start a request and iterate over its events: `Started`, `Delta`s, `Completed`.
 
         Raises `InvalidRequest` for what can be seen without the model. What takes the model to see
@@ -125,15 +137,59 @@ class Broker:
                     return event
         raise EngineFailed("a request ended without saying how")
 
-    async def render(self, messages: Sequence[Message]) -> "Rendered":
-        """Messages as the model's chat template puts them, ready for a reply."""
-        check_messages(messages)
-        return await to_thread.run_sync(self._loaded().render, messages)
+    async def load(
+        self, model: str, *, name: str | None = None, dtype: str | None = None
+    ) -> ModelInfo:
+        """Put one more model into service; requests name it as `Request(model=name)`.
 
-    async def encode(self, text: str) -> list[int]:
-        """Text as tokens."""
+        `model` is what a `Broker` takes. Fetching and converting goes on beside everything else;
+        while the weights are read, no request goes on. Where memory lacks for them the cache gives
+        way first, then models that nobody uses. Raises `OutOfMemory` where that is not enough,
+        `InvalidRequest` for a name that is taken, and `ModelError` for what cannot be loaded.
+        """
+        return await self._add(name or str(model), model, dtype, "")
+
+    async def load_adapter(
+        self, folder: str | os.PathLike[str], *, name: str, base: str = ""
+    ) -> ModelInfo:
+        """Put a LoRA adapter of mlx-lm, in `folder`, into service over the weights of the model
+        `base` (default: the first one), which are in memory once. Requests name it like a model.
+
+        What was computed with an adapter is found by its content: another adapter under the same
+        name shares nothing with it. Raises as `load` does.
+        """
+        return await self._add(name, str(folder), None, base or self.model_name)
+
+    async def alias(self, name: str, existing: str) -> ModelInfo:
+        """Give a model one more name. Raises `InvalidRequest` for one that is taken."""
+        check_text("name", name)
+        info = await self._running().call(lambda engine: engine.alias(name, existing))
+        self._texts[name] = self._texts[info.name]
+        return info
+
+    async def unload(self, name: str) -> None:
+        """Let go of a model and the adapters over it. Their prompts stay in the cache.
+
+        Raises `ModelNotFound`, `ModelBusy` while requests to it are open, and `InvalidRequest` for
+        the first model.
+        """
+        gone = await self._running().call(lambda engine: engine.unload(name))
+        for each in gone:
+            self._texts.pop(each, None)
+
+    async def models(self) -> tuple[ModelInfo, ...]:
+        """The models that requests can name, the first one first."""
+        return await self._running().call(lambda engine: engine.models())
+
+    async def render(self, messages: Sequence[Message], *, model: str = "") -> "Rendered":
+        """Messages as the chat template of a model puts them, ready for a reply."""
+        check_messages(messages)
+        return await to_thread.run_sync(self._text_of(model).render, messages)
+
+    async def encode(self, text: str, *, model: str = "") -> list[int]:
+        """Text as tokens of a model."""
         check_text("text", text)
-        return await to_thread.run_sync(self._loaded().encode, text)
+        return await to_thread.run_sync(self._text_of(model).encode, text)
 
     async def statistics(self) -> BrokerStatistics:
         """What is going on now, and what it has cost since the start."""
@@ -152,7 +208,7 @@ class Broker:
 
     async def aclose(self) -> None:
         """End everything; open requests fail with `BrokerClosed`. Safe to repeat."""
-        thread, self._thread, self._text = self._thread or self._opening, None, None
+        thread, self._thread, self._texts = self._thread or self._opening, None, {}
         if thread is not None:
             await thread.aclose()
 
@@ -178,11 +234,35 @@ class Broker:
             raise BrokerClosed("the broker is not open: use it inside `async with`")
         return self._thread
 
-    def _loaded(self) -> "LoadedModel":
-        """The model, for its tokenizer and chat template: these may be used in any thread."""
+    def _text_of(self, model: str) -> "LoadedModel":
+        """A model, for its tokenizer and chat template: these may be used in any thread."""
         self._running()
-        assert self._text is not None
-        return self._text
+        name = model or self.model_name
+        if name not in self._texts:
+            raise ModelNotFound(f"no model {name!r} is loaded; there are {', '.join(self._texts)}")
+        return self._texts[name]
+
+    async def _add(self, name: str, spec: str, dtype: str | None, base: str) -> ModelInfo:
+        from .engine.roster import ModelSource
+        from .models import prepare
+
+        check_text("name", name)
+        thread, source = self._running(), ModelSource(spec, dtype, base)
+        report = self._reporting(thread)
+        if not base:
+            await to_thread.run_sync(lambda: prepare(spec, progress=report), abandon_on_cancel=True)
+        info, text = await thread.call(lambda engine: engine.load(name, source))
+        self._texts[name] = text
+        return info
+
+    def _reporting(self, thread: "EngineThread[EngineLoop]") -> "Callable[[Progress], None]":
+        def report(progress: "Progress") -> None:
+            if thread.stopping:
+                raise BrokerClosed(CLOSED_IN_LOADING)
+            if self._progress is not None:
+                self._progress(progress)
+
+        return report
 
     def _open(self, thread: "EngineThread[EngineLoop]") -> "EngineLoop":
         """Load the model and start the engine; in the engine's thread."""
@@ -190,17 +270,14 @@ class Broker:
         from .engine.loop import EngineLoop
         from .engine.settings import EngineSettings
 
-        def report(progress: "Progress") -> None:
-            if thread.stopping:
-                raise BrokerClosed(CLOSED_IN_LOADING)
-            if self._progress is not None:
-                self._progress(progress)
+        from .engine.roster import ModelSource
+        from .models import load
 
         recorder = Recorder(
             path=self._trace, model=self._model, backend=" ".join(describe()).strip()
         )
         try:
-            model = self._load(report)
+            model = load(self._model, dtype=self._dtype, progress=self._reporting(thread))
             settings = EngineSettings(
                 self._ram,
                 self._max_rows,
@@ -210,67 +287,21 @@ class Broker:
                 self._cold_bytes,
                 self._wired,
                 self._max_queue,
+                self._idle_unload,
             )
 
             def post(run: Callable[[], None]) -> None:
                 thread.post_from_finaliser(lambda engine: run())
 
             with runnable(model.name):
-                engine = EngineLoop(model, recorder, settings, post)
+                source = ModelSource(self._model, self._dtype)
+                engine = EngineLoop(model, recorder, settings, post, source)
         except BaseException:
             recorder.close()
             raise
-        self.recorder, self._text = recorder, model
+        self.recorder, self._texts = recorder, {model.name: model}
         self.model_name, self.context_length = model.name, model.context_length
         return engine
-
-    def _load(self, progress: "Callable[[Progress], None]") -> "LoadedModel":
-        from .models import load
-
-        return load(self._model, dtype=self._dtype, progress=progress)
-
-
-class ResponseStream:
-    """The events of one request, each given out once. Iterate, or use as an async context manager.
-
-    A reader may be slow: deltas it has not read are merged. Leaving the context or dropping the
-    stream cancels the request.
-    """
-
-    def __init__(
-        self, request: RequestId, mailbox: Mailbox, thread: "EngineThread[EngineLoop]"
-    ) -> None:
-        self.request = request
-        self._mailbox = mailbox
-        self._thread = thread
-
-    def cancel(self) -> None:
-        """End the request within one prefill chunk or decode step; what it computed is kept.
-
-        Does not wait. The stream then ends with a `Completed` whose finish reason is "cancelled".
-        Safe anywhere, from any thread, and when the request has ended already.
-        """
-        if not self._mailbox.ended:
-            request = self.request
-            self._thread.post_from_finaliser(lambda engine: engine.cancel(request))
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> StreamEvent:
-        event = await self._mailbox.receive()
-        if event is None:
-            raise StopAsyncIteration
-        return event
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        self.cancel()
-
-    def __del__(self) -> None:
-        self.cancel()
 
 
 @contextmanager
@@ -297,14 +328,3 @@ def _folder(cold: str | os.PathLike[str]) -> Path:
     if folder.exists() and not folder.is_dir():
         raise InvalidSetting(f"{folder} is not a folder; cold must be one, or not exist yet")
     return folder
-
-
-def parse_size(size: int | str) -> int:
-    """Bytes of "2GiB", "512MB", "1.5 GB", or of a number. Raises `InvalidSetting`."""
-    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)\s*", str(size))
-    unit = SIZE_UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or isinstance(size, bool | float):
-        raise InvalidSetting(
-            f'{size!r} is not a size; give bytes, or text such as "2GiB" or "512MB"'
-        )
-    return int(float(match[1]) * unit)

@@ -37,7 +37,8 @@ class Request(Struct, frozen=True, kw_only=True):
 
     `boundaries` marks prompt lengths in tokens up to which other requests are likely to agree (the
     end of the instructions, say); with `messages` the end of the leading system message is marked
-    for you. `tenant` separates caches. `cache=False` neither reads nor writes the prompt cache.
+    for you. `model` names a model or an adapter that the broker has loaded, by default its first
+    one. `tenant` separates caches. `cache=False` neither reads nor writes the prompt cache.
 
     What the model computes is shared evenly among tenants, in a tenant among its swarms, in a swarm
     among its agents; a request without an `agent` is one of its own. A higher `priority` (-10 to
@@ -80,7 +81,7 @@ class Request(Struct, frozen=True, kw_only=True):
         check_sized("boundaries", self.boundaries)
         for boundary in self.boundaries:
             check_whole("a boundary", boundary, 0, "0 or more tokens")
-        check_text("model", self.model)
+        check_kind("model", self.model, str, "text")
         check_text("tenant", self.tenant)
         check_kind("agent", self.agent, str, "text")
         check_kind("swarm", self.swarm, str, "text")
@@ -173,6 +174,18 @@ class Usage(Struct, frozen=True, kw_only=True):
     def __add__(self, other: Self) -> Self:
         sums = {name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__}
         return type(self)(**sums)
+
+
+class ModelInfo(Struct, frozen=True, kw_only=True):
+    """A model that requests can name. `aliases` are its other names, `base` is what it is an
+    adapter of; one that is not `loaded` will be by the next request to it.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    base: str
+    context_length: int
+    loaded: bool
 
 
 class Started(Struct, frozen=True, tag=True):

@@ -19,7 +19,7 @@ from ..cache.prompt_cache import PromptCache
 from ..cache.restores import Restoration
 from ..cache.ssd import SsdStore
 from ..errors import BrokerClosed, QueueFull
-from ..models import LoadedModel, load
+from ..models import LoadedModel, load, load_adapter
 from ..request import RequestId, Started
 from ..trace import events
 from ..trace.recorder import Recorder
@@ -47,6 +47,9 @@ IDLE_SECONDS = 600.0
 
 LOOK_SECONDS = 60.0
 """A resting engine looks for that so often."""
+
+LOOKS = 4
+"""For models without use it is looked so many times in the time after which they are unloaded."""
 
 CLOSE_SECONDS = 10.0
 """What writes to the cold tier get to end when the broker is closed."""
@@ -103,6 +106,7 @@ class EngineLoop:
             computed=self._computed,
         )
         self._looked_at = time.monotonic()
+        self._next_drop = 0.0
         self._watch = MemoryWatch(
             MemoryProbe(),
             Measures(empty_pool, self.cache.shrink, self._preempt),
@@ -137,14 +141,15 @@ class EngineLoop:
         self._guard.check()
         return self._roster.alias(name, existing)
 
-    def unload(self, name: str) -> None:
-        """Let go of a model, and of the adapters over it. What was computed with it stays cached.
-
-        Raises `ModelNotFound`, and `ModelBusy` while requests to it are open.
+    def unload(self, name: str) -> list[str]:
+        """Let go of a model, and of the adapters over it; their names. What was computed with them
+        stays cached. Raises `ModelNotFound`, and `ModelBusy` while requests to it are open.
         """
         self._guard.check()
-        self._roster.remove(name, self._in_use())
+        gone = self._roster.remove(name, self._in_use())
+        self._recorder.note(events.ModelUnloaded, model=name, reason="asked")
         self.scheduler.memory_changed()
+        return gone
 
     def models(self) -> tuple[ModelInfo, ...]:
         """All models that requests can name."""
@@ -258,9 +263,12 @@ class EngineLoop:
             return True
 
     def patience(self) -> float:
-        """Seconds until the next deadline is over."""
+        """Seconds until the next deadline is over, or until it is time to look for idle models."""
         deadline = self.scheduler.next_deadline()
-        return math.inf if deadline is None else max(deadline - self._recorder.now(), 0.0)
+        times = [deadline] if deadline is not None else []
+        if self._settings.idle_unload is not None:
+            times.append(self._next_drop)
+        return max(min(times, default=math.inf) - self._recorder.now(), 0.0)
 
     def close(self) -> None:
         """Fail what is open as closed, release every lease, end the lane, the tiers and the trace.
@@ -297,6 +305,7 @@ class EngineLoop:
     def _relieve(self) -> None:
         try:
             self._watch.check()
+            self._drop_idle()
         except Exception:  # nobody's request is to end for this
             _log.exception("memory pressure was not relieved")
 
@@ -553,16 +562,66 @@ class EngineLoop:
         by_lane = {id(lane): served for served in self._roster for lane in served.lanes}
         return [by_lane[id(row.lane)] for row in self._rows.values()]
 
-    def _open_model(self, source: ModelSource, base: LoadedModel | None) -> Served:
-        return self._serve(load(source.spec, dtype=source.dtype))
+    def _open_model(self, name: str, source: ModelSource, base: Served | None) -> Served:
+        began = self._recorder.now()
+        if base is None:
+            model = load(source.spec, dtype=source.dtype)
+        else:
+            model = load_adapter(base.model, source.spec, name=name)
+        served = self._serve(model, base and base.model)
+        try:
+            self._make_room_for(served, name, base)
+        except BaseException:
+            served.close()
+            raise
+        seconds = self._recorder.now() - began
+        self._recorder.note(
+            events.ModelLoaded,
+            model=name,
+            base=source.base,
+            weights=served.weights,
+            seconds=seconds,
+        )
+        return served
 
-    def _serve(self, model: LoadedModel) -> Served:
+    def _make_room_for(self, served: Served, name: str, base: Served | None) -> None:
+        """What was loaded takes memory already: who has no use for theirs gives it back."""
+        if self.ledger.total > self.ledger.limit:
+            self.cache.give_way(1)
+        for idle, _ in self._roster.idle([*self._in_use(), *([base] if base else ())]):
+            if self.ledger.total <= self.ledger.limit:
+                return
+            self._drop(idle, "memory")
+        if self.ledger.total > self.ledger.limit:
+            others = self.ledger.total - served.weights
+            raise OutOfMemory(
+                f"the weights of {name!r} take {format_bytes(served.weights)}; the limit is "
+                f"{format_bytes(self.ledger.limit)}, of which {format_bytes(others)} are in use"
+            )
+
+    def _drop_idle(self) -> None:
+        """Let go of models that nobody has used for too long."""
+        seconds, now = self._settings.idle_unload, self._recorder.now()
+        if seconds is None or now < self._next_drop:
+            return
+        self._next_drop = now + seconds / LOOKS
+        for name, idle in self._roster.idle(self._in_use()):
+            if idle >= seconds:
+                self._drop(name, "idle")
+
+    def _drop(self, name: str, reason: str) -> None:
+        self._roster.let_go(name)
+        self._recorder.note(events.ModelUnloaded, model=name, reason=reason)
+        self.scheduler.memory_changed()
+
+    def _serve(self, model: LoadedModel, base: LoadedModel | None = None) -> Served:
         return Served(
             model,
             self.cache,
             self.ledger,
             self._settings,
             lambda row, reach: self._memory.afford(row, reach),
+            base,
         )
 
 

@@ -3,10 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from msgspec import Struct
-
 from ..errors import InvalidRequest, ModelBusy, ModelNotFound
-from ..models import LoadedModel
+from ..request import ModelInfo
 from .served import Served
 
 
@@ -20,18 +18,6 @@ class ModelSource(NamedTuple):
     base: str = ""
 
 
-class ModelInfo(Struct, frozen=True, kw_only=True):
-    """A model that requests can name. `aliases` are its other names, `base` is what it is an
-    adapter of; one that is not `loaded` will be by the next request to it.
-    """
-
-    name: str
-    aliases: tuple[str, ...]
-    base: str
-    context_length: int
-    loaded: bool
-
-
 class _Entry:
     """What the names of one model stand for."""
 
@@ -43,8 +29,8 @@ class _Entry:
         self.last_used = now
 
 
-Open = Callable[[ModelSource, LoadedModel | None], Served]
-"""Loads a model, of an adapter over a loaded one, and puts it into service."""
+Open = Callable[[str, ModelSource, Served | None], Served]
+"""Loads the model of a name, an adapter over a loaded one, and puts it into service."""
 
 
 class Roster:
@@ -68,7 +54,7 @@ class Roster:
         what loading raises; nothing has changed then.
         """
         self._require_free(name)
-        served = served or self._open(source, self._base(source))
+        served = served or self._open(name, source, self._base(source))
         entry = _Entry(name, source, served, self._clock())
         self._entries[name] = entry
         return _info(entry)
@@ -89,9 +75,9 @@ class Roster:
         entry.last_used = self._clock()
         return self._served(entry)
 
-    def remove(self, name: str, busy: Iterable[Served]) -> None:
-        """Unload a model and forget all its names, and the adapters over it. Raises `ModelNotFound`
-        and, for models with open requests, `ModelBusy`.
+    def remove(self, name: str, busy: Iterable[Served]) -> list[str]:
+        """Unload a model and forget all its names, and the adapters over it; returns the names.
+        Raises `ModelNotFound` and, for models with open requests, `ModelBusy`.
         """
         entry = self._entry(name)
         if entry is next(self._distinct()):
@@ -100,31 +86,31 @@ class Roster:
         self._require_idle(leaving, busy)
         for each in reversed(leaving):
             self._let_go(each)
-            for known in each.names:
-                del self._entries[known]
+        names = [known for each in leaving for known in each.names]
+        for known in names:
+            del self._entries[known]
+        return names
 
-    def unload_idle(self, seconds: float, busy: Iterable[Served]) -> list[str]:
-        """Let go of the weights of models that nobody has used for so long; their names."""
+    def idle(self, busy: Iterable[Served]) -> list[tuple[str, float]]:
+        """The models that nobody uses, the longest idle first, and for how many seconds."""
         now, in_use = self._clock(), set(busy)
         for entry in self._distinct():
             if entry.served in in_use:
                 entry.last_used = now
-                if entry.source.base:
-                    self._entry(entry.source.base).last_used = now
-        idle = [
+        # While an adapter is in memory, so are the weights under it.
+        unused = [
             entry
             for entry in self._distinct()
-            if entry.served is not None and now - entry.last_used >= seconds
+            if entry.served is not None
+            and entry.served not in in_use
+            and not any(each.served for each in self._adapters_of(entry))
         ]
-        # Adapters, which come after what they are adapters of, go first.
-        leaving = [
-            e
-            for e in reversed(idle)
-            if all(a.served is None or a in idle for a in self._adapters_of(e))
-        ]
-        for entry in leaving:
-            self._let_go(entry)
-        return [entry.names[0] for entry in leaving]
+        unused.sort(key=lambda entry: entry.last_used)
+        return [(entry.names[0], now - entry.last_used) for entry in unused]
+
+    def let_go(self, name: str) -> None:
+        """Unload a model that `idle` named. The next request to it loads it again."""
+        self._let_go(self._entry(name))
 
     def infos(self) -> tuple[ModelInfo, ...]:
         """All models, in the order in which they came."""
@@ -149,11 +135,11 @@ class Roster:
 
     def _served(self, entry: _Entry) -> Served:
         if entry.served is None:
-            entry.served = self._open(entry.source, self._base(entry.source))
+            entry.served = self._open(entry.names[0], entry.source, self._base(entry.source))
         return entry.served
 
-    def _base(self, source: ModelSource) -> LoadedModel | None:
-        return self._served(self._entry(source.base)).model if source.base else None
+    def _base(self, source: ModelSource) -> Served | None:
+        return self._served(self._entry(source.base)) if source.base else None
 
     def _distinct(self) -> Iterator[_Entry]:
         return iter({id(entry): entry for entry in self._entries.values()}.values())

@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 
+import mlx.core as mx
+
 from ..backend import describe
 from ..cache.ledger import Ledger, Purpose
 from ..cache.prompt_cache import PromptCache
-from ..models import LoadedModel
+from ..models import LoadedModel, adapter_bytes
 from .admission import Admission
 from .batch import BatchLane
 from .lane import Lane
@@ -21,7 +23,9 @@ PREFILL_CHUNK = 512
 
 
 class Served:
-    """One model, or an adapter over one, that takes requests. Charges its weights to the ledger."""
+    """One model, or an adapter over one, that takes requests. Charges its weights to the ledger:
+    an adapter those that it does not have in common with its `base`.
+    """
 
     def __init__(
         self,
@@ -30,13 +34,14 @@ class Served:
         ledger: Ledger,
         settings: EngineSettings,
         afford: Callable[[Row, int], bool],
+        base: LoadedModel | None = None,
     ) -> None:
         self.model = model
         self.admission = Admission(model)
         least = LEAST_CUDA if describe().device == "cuda" else LEAST
         self.pace = Pace(PREFILL_CHUNK, settings.prefill_chunk, least)
         self._ledger = ledger
-        self.weights = weight_bytes(model)
+        self.weights = weight_bytes(model) if base is None else adapter_bytes(base, model)
         ledger.charge(Purpose.WEIGHTS, self.weights)
         try:
             self.batch = BatchLane(model, cache, settings.max_rows, self.pace, afford)
@@ -57,5 +62,7 @@ class Served:
         """End the lanes and give the weights back; nothing may be open."""
         with ExitStack() as last:
             last.callback(self._ledger.release, Purpose.WEIGHTS, self.weights)
+            last.callback(mx.clear_cache)
+            last.callback(self.model.release)
             for lane in self.lanes:
                 last.callback(lane.close)

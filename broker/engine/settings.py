@@ -19,7 +19,7 @@ class EngineSettings(NamedTuple):
     `memory` for everything; 0 takes the limit from the device. Without `prefill_chunk` chunks are
     sized by time (`Pace`). `cold` is the folder of the tier below, of at most `cold_bytes`. With
     `wired` Metal keeps resident as much as it recommends. `max_queue` requests may wait while
-    `max_rows` run.
+    `max_rows` run. Models that nobody has used for `idle_unload` seconds are unloaded.
     """
 
     ram: int
@@ -30,6 +30,7 @@ class EngineSettings(NamedTuple):
     cold_bytes: int = 0
     wired: bool = False
     max_queue: int = MAX_QUEUE
+    idle_unload: float | None = None
 
 
 class ModelStatistics(Struct, frozen=True, kw_only=True):

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from .identity import namespace_digest as namespace_digest
     from .loaded import LoadedModel as LoadedModel
     from .loaded import Rendered as Rendered
+    from .adapters import adapter_bytes as adapter_bytes
+    from .adapters import load_adapter as load_adapter
     from .loading import load as load
+    from .loading import prepare as prepare
     from .progress import Progress as Progress
 
 _HOMES = {
@@ -23,7 +26,10 @@ _HOMES = {
     "ModelIdentity": "identity",
     "Progress": "progress",
     "Rendered": "loaded",
+    "adapter_bytes": "adapters",
     "load": "loading",
+    "load_adapter": "adapters",
+    "prepare": "loading",
     "namespace_digest": "identity",
 }
 

@@ -95,6 +95,10 @@ class LoadedModel:
             shared = common_prefix([tokens, self._shared_prefix(messages[0])])
         return Rendered(tokens, (len(shared),) if shared else ())
 
+    def release(self) -> None:
+        """Let go of the weights. Text can be encoded and rendered as before, nothing else."""
+        self.model = nn.Module()
+
     def make_caches(self) -> list[Any]:
         """One empty cache object a layer, as mlx-lm makes them."""
         return list(make_prompt_cache(self.model))

@@ -10,7 +10,7 @@ from .cache_folder import cache_folder, publishing
 from .directory import load_directory
 from .gguf_conversion import convert_gguf
 from .hub import hub_directory
-from .identity import file_digests
+from .identity import file_digests, identity_of
 from .loaded import LoadedModel
 from .progress import ReportProgress, ignore_progress
 from .reasons import reason_of
@@ -46,6 +46,19 @@ def load(
         raise ModelUnreadable(
             f"cannot read {error.filename or spec}: {error.strerror or reason_of(error)}"
         ) from error
+
+
+def prepare(
+    spec: str,
+    *,
+    progress: ReportProgress | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> None:
+    """Fetch, convert and hash what `load` then only reads. In any thread; raises as `load` does."""
+    report, cache = progress or ignore_progress, cache_folder(cache_dir)
+    if not spec.startswith(PREFIX):
+        folder, _ = _locate(spec, cache, report)
+        identity_of(folder, "", cache, report)
 
 
 def _load(spec: str, dtype: str | None, report: ReportProgress, cache: Path) -> LoadedModel:

@@ -226,6 +226,26 @@ class Pressure(Event, frozen=True):
     cache: int
 
 
+class ModelLoaded(Event, frozen=True):
+    """A model came into memory, with so many bytes of weights of its own; `base` is what it is an
+    adapter of.
+    """
+
+    model: str
+    base: str
+    weights: int
+    seconds: float
+
+
+class ModelUnloaded(Event, frozen=True):
+    """A model left memory: somebody asked for that (`asked`), nobody used it (`idle`), or others
+    needed the memory (`memory`).
+    """
+
+    model: str
+    reason: str
+
+
 class Finished(Event, frozen=True):
     """A request ended by itself."""
 
@@ -267,6 +287,8 @@ TraceEvent = (
     | Restored
     | Quarantined
     | Pressure
+    | ModelLoaded
+    | ModelUnloaded
     | Finished
     | Cancelled
     | Failed

@@ -51,7 +51,7 @@ class FakeBroker:
         self.most_open = 0
         self.stored: list[tuple[int, ...]] = []
 
-    async def render(self, messages: Sequence[Message]) -> Rendered:
+    async def render(self, messages: Sequence[Message], *, model: str = "") -> Rendered:
         await anyio.lowlevel.checkpoint()
         tokens: list[int] = []
         boundaries: tuple[int, ...] = ()

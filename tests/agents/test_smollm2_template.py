@@ -23,7 +23,7 @@ class TokenizerBroker(FakeBroker):
         super().__init__()
         self._model = model
 
-    async def render(self, messages: Sequence[Message]) -> FakeRendered:
+    async def render(self, messages: Sequence[Message], *, model: str = "") -> FakeRendered:
         rendered = self._model.render(messages)
         return FakeRendered(rendered.tokens, rendered.boundaries)
 

@@ -24,7 +24,7 @@ class TemplateBroker(FakeBroker):
         super().__init__()
         self.template = template
 
-    async def render(self, messages: Sequence[Message]) -> Rendered:
+    async def render(self, messages: Sequence[Message], *, model: str = "") -> Rendered:
         return Rendered(tokens_of(self.template(messages)), ())
 
 
