@@ -32,6 +32,10 @@ class ModelUnreadable(ModelError):
     """The files are there but broken, incomplete or of a kind that is not supported."""
 
 
+class AdapterError(ModelError):
+    """An adapter is not there, is broken or does not fit its model, which is as before."""
+
+
 class BackendMissing(SwarmError, ImportError):
     """MLX itself is not installed; the message names the extra to install."""
 

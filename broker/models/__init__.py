@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from ..backend import require_mlx
 
 if TYPE_CHECKING:
+    from .adapters import adapter_bytes as adapter_bytes
+    from .adapters import load_adapter as load_adapter
     from .identity import ModelIdentity as ModelIdentity
     from .identity import namespace_digest as namespace_digest
     from .loaded import LoadedModel as LoadedModel
@@ -23,7 +25,9 @@ _HOMES = {
     "ModelIdentity": "identity",
     "Progress": "progress",
     "Rendered": "loaded",
+    "adapter_bytes": "adapters",
     "load": "loading",
+    "load_adapter": "adapters",
     "namespace_digest": "identity",
 }
 
