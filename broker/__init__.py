@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from . import backend as backend  # first: a BLAS must be in place before anything imports MLX
+from .errors import AdapterError as AdapterError
 from .errors import AgentCancelled as AgentCancelled
 from .errors import BackendMissing as BackendMissing
 from .errors import BrokerClosed as BrokerClosed

@@ -38,6 +38,7 @@ CLOSED_IN_LOADING = "the broker was closed while its model was loading"
 MOST_FLUSH_SECONDS = 86_400.0
 MOST_IDLE_SECONDS = 1e9
 
+
 class BrokerStatistics(Struct, frozen=True, kw_only=True):
     """What is going on and what it has cost: requests and prompt cache, and the trace."""
 
@@ -268,16 +269,14 @@ class Broker:
         """Load the model and start the engine; in the engine's thread."""
         # Here and not at the top: MLX is slow to import, and only this thread may touch it.
         from .engine.loop import EngineLoop
-        from .engine.settings import EngineSettings
-
         from .engine.roster import ModelSource
-        from .models import load
+        from .engine.settings import EngineSettings
 
         recorder = Recorder(
             path=self._trace, model=self._model, backend=" ".join(describe()).strip()
         )
         try:
-            model = load(self._model, dtype=self._dtype, progress=self._reporting(thread))
+            model = self._load(self._reporting(thread))
             settings = EngineSettings(
                 self._ram,
                 self._max_rows,
@@ -302,6 +301,11 @@ class Broker:
         self.recorder, self._texts = recorder, {model.name: model}
         self.model_name, self.context_length = model.name, model.context_length
         return engine
+
+    def _load(self, progress: "Callable[[Progress], None]") -> "LoadedModel":
+        from .models import load
+
+        return load(self._model, dtype=self._dtype, progress=progress)
 
 
 @contextmanager

@@ -36,6 +36,10 @@ class ModelBusy(ModelError):
     """A model with open requests cannot be unloaded."""
 
 
+class AdapterError(ModelError):
+    """An adapter is not there, is broken or does not fit its model, which is as before."""
+
+
 class BackendMissing(SwarmError, ImportError):
     """MLX itself is not installed; the message names the extra to install."""
 

@@ -27,8 +27,8 @@ from mlx_swarm.broker import (
     StreamEvent,
     Usage,
 )
-from mlx_swarm.broker.sizes import parse_size
 from mlx_swarm.broker.models import LoadedModel
+from mlx_swarm.broker.sizes import parse_size
 from mlx_swarm.broker.trace import events
 from tests.tiny_broker import (
     SHARED,

@@ -45,6 +45,7 @@ WITHOUT_MLX = (
     "broker/affinity.py",
     "broker/broker.py",
     "broker/cache_cli.py",
+    "broker/models/adapter_files.py",
     "broker/models/cache_folder.py",
     "broker/cache/layout.py",
     "broker/cache/prefix_hash.py",

@@ -7,7 +7,7 @@ that fails ends the rows of that step; the loop goes on.
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import cast
 
@@ -19,8 +19,8 @@ from ..cache.prompt_cache import PromptCache
 from ..cache.restores import Restoration
 from ..cache.ssd import SsdStore
 from ..errors import BrokerClosed, QueueFull
-from ..models import LoadedModel, load, load_adapter
-from ..request import RequestId, Started
+from ..models import LoadedModel
+from ..request import ModelInfo, RequestId, Started
 from ..trace import events
 from ..trace.recorder import Recorder
 from .batch import BatchLane
@@ -31,11 +31,11 @@ from .memory import RowMemory, bounded_pool, device_limit
 from .pressure import Level, Measures, MemoryWatch, Reading
 from .probe import MemoryProbe, empty_pool, wired
 from .restoring import Post, Restoring
-from .roster import ModelInfo, ModelSource, Roster
+from .roster import ModelSource, Roster
 from .row import Row
 from .scheduler import Scheduler
 from .served import Served
-from .settings import EngineSettings, EngineStatistics, ModelStatistics
+from .settings import EngineSettings, EngineStatistics
 from .submission import Submission
 from .work import Admit, Decode, Expire, Hold, Part, Prefill, Store, Wait
 
@@ -47,9 +47,6 @@ IDLE_SECONDS = 600.0
 
 LOOK_SECONDS = 60.0
 """A resting engine looks for that so often."""
-
-LOOKS = 4
-"""For models without use it is looked so many times in the time after which they are unloaded."""
 
 CLOSE_SECONDS = 10.0
 """What writes to the cold tier get to end when the broker is closed."""
@@ -83,17 +80,26 @@ class EngineLoop:
         self.cache = PromptCache(settings.ram, cold=self._cold, ledger=self.ledger, trace=recorder)
         self._rows: dict[RequestId, Row] = {}
         self._memory = RowMemory(self.ledger, self.cache, self._kv_bytes)
-        self._roster = Roster(self._open_model, recorder.now)
         self._pool = ExitStack()
         self._pool.enter_context(bounded_pool(self.ledger.limit))
         try:
             self._wired_limit = self._pool.enter_context(wired()) if settings.wired else 0
-            self._roster.add(model.name, source or ModelSource(model.name), self._serve(model))
+            first = self._serve(model)
         except BaseException:
             self._pool.close()
             if self._cold is not None:
                 self._cold.close()
             raise
+        self._roster = Roster(
+            first,
+            source or ModelSource(model.name),
+            self._serve,
+            self._rows,
+            self.cache,
+            self.ledger,
+            recorder,
+            settings.idle_unload,
+        )
         self._restoring = Restoring(self._restored, post)
         if post is not None:
             # A resting thread is to wake up for the next write, and for who waits for its memory.
@@ -106,7 +112,6 @@ class EngineLoop:
             computed=self._computed,
         )
         self._looked_at = time.monotonic()
-        self._next_drop = 0.0
         self._watch = MemoryWatch(
             MemoryProbe(),
             Measures(empty_pool, self.cache.shrink, self._preempt),
@@ -133,8 +138,7 @@ class EngineLoop:
         beside the others, and what loading raises; nothing has changed then.
         """
         self._guard.check()
-        info = self._roster.add(name, source)
-        return info, self._roster.serving(name).model
+        return self._roster.add(name, source)
 
     def alias(self, name: str, existing: str) -> ModelInfo:
         """Give a model one more name."""
@@ -146,10 +150,9 @@ class EngineLoop:
         stays cached. Raises `ModelNotFound`, and `ModelBusy` while requests to it are open.
         """
         self._guard.check()
-        gone = self._roster.remove(name, self._in_use())
-        self._recorder.note(events.ModelUnloaded, model=name, reason="asked")
+        names = self._roster.remove(name)
         self.scheduler.memory_changed()
-        return gone
+        return names
 
     def models(self) -> tuple[ModelInfo, ...]:
         """All models that requests can name."""
@@ -214,15 +217,7 @@ class EngineLoop:
         return EngineStatistics(
             requests=self.scheduler.statistics(),
             usage=self._endings.usage,
-            models={
-                name: ModelStatistics(
-                    base=base,
-                    weights=served.weights,
-                    requests=sum(row.lane in served.lanes for row in self._rows.values()),
-                    lane=served.batch.statistics(),
-                )
-                for name, (base, served) in self._roster.named().items()
-            },
+            models=self._roster.statistics(),
             cache=self.cache.statistics(),
             memory=self.ledger.statistics(),
             pressure=self._watch.statistics(self._wired_limit),
@@ -234,7 +229,7 @@ class EngineLoop:
         self.cache.check_integrity()
         counts = self.scheduler.statistics()
         leased = [row for row in self._rows.values() if row.lease is not None]
-        lanes = list(self._lanes())
+        lanes = list(self._roster.lanes)
         assert counts.decoding == sum(len(lane.running) for lane in lanes)
         open_rows = counts.restoring + counts.prefilling + counts.decoding
         assert open_rows >= len(leased) == self.cache.statistics().leases
@@ -243,8 +238,8 @@ class EngineLoop:
         self.ledger.check_integrity()
         promised = sum(row.memory.remaining for row in self._rows.values() if row.memory)
         assert self.ledger.used(Purpose.TAILS) == promised
-        tails = sum(served.batch.statistics().batch.tails.used_bytes for served in self._roster)
-        assert tails <= promised
+        models = self._roster.statistics().values()
+        assert sum(model.lane.batch.tails.used_bytes for model in models) <= promised
         for row in (row for lane in lanes for row in lane.rows):
             assert row.memory is not None
             assert row.memory.remaining == self._kv_bytes(row, row.lane.reads(row))
@@ -256,7 +251,7 @@ class EngineLoop:
         try:
             return self._turn()
         except Exception as error:  # nobody else would end these requests
-            for lane in self._lanes():
+            for lane in self._roster.lanes:
                 lane.reset()
             for row in list(self._rows.values()):
                 self._endings.fail(row, error)
@@ -265,10 +260,8 @@ class EngineLoop:
     def patience(self) -> float:
         """Seconds until the next deadline is over, or until it is time to look for idle models."""
         deadline = self.scheduler.next_deadline()
-        times = [deadline] if deadline is not None else []
-        if self._settings.idle_unload is not None:
-            times.append(self._next_drop)
-        return max(min(times, default=math.inf) - self._recorder.now(), 0.0)
+        soonest = min(self._roster.next_look, math.inf if deadline is None else deadline)
+        return max(soonest - self._recorder.now(), 0.0)
 
     def close(self) -> None:
         """Fail what is open as closed, release every lease, end the lane, the tiers and the trace.
@@ -305,7 +298,8 @@ class EngineLoop:
     def _relieve(self) -> None:
         try:
             self._watch.check()
-            self._drop_idle()
+            if self._roster.unload_idle():
+                self.scheduler.memory_changed()
         except Exception:  # nobody's request is to end for this
             _log.exception("memory pressure was not relieved")
 
@@ -552,67 +546,6 @@ class EngineLoop:
         if tokens:
             self._recorder.note(events.DecodeStep, rows=len(tokens), seconds=now - began)
         self._endings.receive(tokens, now)
-
-    def _lanes(self) -> Iterator[Lane]:
-        for served in self._roster:
-            yield from served.lanes
-
-    def _in_use(self) -> list[Served]:
-        """The models of open requests, one for each of these."""
-        by_lane = {id(lane): served for served in self._roster for lane in served.lanes}
-        return [by_lane[id(row.lane)] for row in self._rows.values()]
-
-    def _open_model(self, name: str, source: ModelSource, base: Served | None) -> Served:
-        began = self._recorder.now()
-        if base is None:
-            model = load(source.spec, dtype=source.dtype)
-        else:
-            model = load_adapter(base.model, source.spec, name=name)
-        served = self._serve(model, base and base.model)
-        try:
-            self._make_room_for(served, name, base)
-        except BaseException:
-            served.close()
-            raise
-        seconds = self._recorder.now() - began
-        self._recorder.note(
-            events.ModelLoaded,
-            model=name,
-            base=source.base,
-            weights=served.weights,
-            seconds=seconds,
-        )
-        return served
-
-    def _make_room_for(self, served: Served, name: str, base: Served | None) -> None:
-        """What was loaded takes memory already: who has no use for theirs gives it back."""
-        if self.ledger.total > self.ledger.limit:
-            self.cache.give_way(1)
-        for idle, _ in self._roster.idle([*self._in_use(), *([base] if base else ())]):
-            if self.ledger.total <= self.ledger.limit:
-                return
-            self._drop(idle, "memory")
-        if self.ledger.total > self.ledger.limit:
-            others = self.ledger.total - served.weights
-            raise OutOfMemory(
-                f"the weights of {name!r} take {format_bytes(served.weights)}; the limit is "
-                f"{format_bytes(self.ledger.limit)}, of which {format_bytes(others)} are in use"
-            )
-
-    def _drop_idle(self) -> None:
-        """Let go of models that nobody has used for too long."""
-        seconds, now = self._settings.idle_unload, self._recorder.now()
-        if seconds is None or now < self._next_drop:
-            return
-        self._next_drop = now + seconds / LOOKS
-        for name, idle in self._roster.idle(self._in_use()):
-            if idle >= seconds:
-                self._drop(name, "idle")
-
-    def _drop(self, name: str, reason: str) -> None:
-        self._roster.let_go(name)
-        self._recorder.note(events.ModelUnloaded, model=name, reason=reason)
-        self.scheduler.memory_changed()
 
     def _serve(self, model: LoadedModel, base: LoadedModel | None = None) -> Served:
         return Served(

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from ..backend import require_mlx
 
 if TYPE_CHECKING:
+    from .adapters import adapter_bytes as adapter_bytes
+    from .adapters import load_adapter as load_adapter
     from .identity import ModelIdentity as ModelIdentity
     from .identity import namespace_digest as namespace_digest
     from .loaded import LoadedModel as LoadedModel
     from .loaded import Rendered as Rendered
-    from .adapters import adapter_bytes as adapter_bytes
-    from .adapters import load_adapter as load_adapter
     from .loading import load as load
     from .loading import prepare as prepare
     from .progress import Progress as Progress

@@ -32,17 +32,22 @@ TOKENIZER_FILES = (
 
 class ModelIdentity(Struct, frozen=True):
     """Digests (sha256, hex) of what decides a model's tokens and KV, and the dtype it computes
-    in."""
+    in.
+
+    `adapter` is the digest of an adapter's content, empty without one.
+    """
 
     config: str
     tokenizer: str
     weights: str
     dtype: str
+    adapter: str = ""
 
     @property
     def digest(self) -> str:
         """One sha256 (hex) over all of it."""
-        return digest_of([self.config, self.tokenizer, self.weights, self.dtype])
+        base = [self.config, self.tokenizer, self.weights, self.dtype]
+        return digest_of([*base, self.adapter] if self.adapter else base)
 
 
 class FileStamp(Struct, frozen=True):
@@ -54,14 +59,12 @@ class FileStamp(Struct, frozen=True):
     sha256: str
 
 
-def namespace_digest(
-    identity: ModelIdentity, *, kv_format: str = "", adapter: str = "", tenant: str = ""
-) -> str:
+def namespace_digest(identity: ModelIdentity, *, kv_format: str = "", tenant: str = "") -> str:
     """The name (sha256, hex) of a cache namespace: KV is shared only where all of these agree.
 
-    `adapter` is the digest of an adapter's content; all three are empty for the plain case.
+    `kv_format` and `tenant` are empty for the plain case.
     """
-    return digest_of([identity.digest, kv_format, adapter, tenant])
+    return digest_of([identity.digest, kv_format, identity.adapter, tenant])
 
 
 def digest_of(parts: Sequence[str]) -> str:

@@ -4,9 +4,10 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import mlx.nn as nn
+import msgspec
 from jinja2 import TemplateError
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -33,7 +34,8 @@ class Rendered(NamedTuple):
 class LoadedModel:
     """A stock mlx-lm model, its tokenizer, its configuration and its identity.
 
-    `context_length` is in tokens; `dtype` is what it computes in. `encode` and `render` may be
+    `context_length` is in tokens; `dtype` is what it computes in. `adapter` is the name of the
+    adapter that the model carries, empty without one. `encode` and `render` may be
     called from any thread; the model and its caches belong to the thread that loaded it.
     """
 
@@ -53,6 +55,7 @@ class LoadedModel:
         self.config = config
         self.identity = identity
         self.context_length = context_length
+        self.adapter = ""
         # The tokenizers of transformers change their own settings while they encode.
         self._tokenizing = threading.Lock()
         self._shared_prefixes: dict[str, list[int]] = {}
@@ -61,6 +64,17 @@ class LoadedModel:
     def dtype(self) -> str:
         """The dtype of activations and KV, as MLX names it."""
         return self.identity.dtype
+
+    def adapted(self, model: nn.Module, *, adapter: str, digest: str) -> Self:
+        """The same with another `model`, which carries the adapter of that name and content digest.
+
+        Both share the tokenizer, and take turns at it.
+        """
+        other = copy(self)
+        other.model = model
+        other.adapter = adapter
+        other.identity = msgspec.structs.replace(self.identity, adapter=digest)
+        return other
 
     def encode(self, text: str) -> list[int]:
         """Raw text as tokens, with the model's first token if it wants one and the text lacks

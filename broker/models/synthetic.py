@@ -9,6 +9,8 @@ import importlib
 import json
 import math
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,8 @@ def load_synthetic(
     config = {**configuration(asked.architecture, _sizes(asked, files)), **asked.raw}
     computes_in = dtype or asked.words.get("dtype") or _usual_dtype()
     seed = asked.numbers.get("seed", 0)
-    model = _build(asked, config)
+    with _random_state(seed):
+        model = _build(asked, config)
     _fill(model, seed, dtype_of(computes_in), progress)
     files = padded(files, config["vocab_size"])
     backend = describe()
@@ -115,6 +118,18 @@ def _sizes(asked: SyntheticSpec, files: TokenizerFiles) -> Sizes:
         context=given.get("context", 8192),
         window=given.get("window", 0),
     )
+
+
+@contextmanager
+def _random_state(seed: int) -> Iterator[None]:
+    """Some architectures draw what is kept from MLX's global state, which goes on as it would."""
+    after = mx.random.randint(0, (1 << 31) - 1).item()
+    assert isinstance(after, int)
+    mx.random.seed(seed)
+    try:
+        yield
+    finally:
+        mx.random.seed(after)
 
 
 def _build(asked: SyntheticSpec, config: dict[str, Any]) -> nn.Module:

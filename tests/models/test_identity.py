@@ -1,5 +1,6 @@
 """Digests: what they depend on, and that content is read once."""
 
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -93,16 +94,24 @@ def test_namespaces_differ_in_each_of_their_parts() -> None:
         ModelIdentity("config", "other", "weights", "float32"),
         ModelIdentity("config", "tokenizer", "other", "float32"),
         ModelIdentity("config", "tokenizer", "weights", "bfloat16"),
+        ModelIdentity("config", "tokenizer", "weights", "float32", "adapter"),
     ]
     digests = [
         namespace_digest(IDENTITY),
         *(namespace_digest(identity) for identity in others),
         namespace_digest(IDENTITY, kv_format="x"),
-        namespace_digest(IDENTITY, adapter="x"),
         namespace_digest(IDENTITY, tenant="x"),
     ]
     assert len(set(digests)) == len(digests)
     assert namespace_digest(IDENTITY) == digests[0]
+
+
+def test_a_model_without_an_adapter_keeps_the_namespace_of_its_cold_files() -> None:
+    """The digests below are those of the files that exist."""
+    base = sha256(b'["config","tokenizer","weights","float32"]').hexdigest()
+    assert IDENTITY.digest == base
+    expected = sha256(f'["{base}","","","tenant"]'.encode()).hexdigest()
+    assert namespace_digest(IDENTITY, tenant="tenant") == expected
 
 
 def test_parts_do_not_run_into_each_other() -> None:

@@ -42,7 +42,7 @@ def test_a_model_of_each_family_runs(architecture: str) -> None:
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "falcon_h1"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "falcon_h1", "qwen3_next"])
 def test_the_seed_decides_every_weight(architecture: str) -> None:
     first, again, other = (
         weights(load(f"synthetic:{architecture}?seed={seed}&layers=2")) for seed in (1, 1, 2)
@@ -50,6 +50,15 @@ def test_the_seed_decides_every_weight(architecture: str) -> None:
     assert all(mx.array_equal(first[name], again[name]) for name in first)
     changed = {name for name in first if not mx.array_equal(first[name], other[name])}
     assert {name for name in first if first[name].ndim > 1} <= changed
+
+
+def test_what_others_draw_after_a_load_is_not_decided_by_its_seed() -> None:
+    drawn = []
+    for state in (1, 2, 1):
+        mx.random.seed(state)
+        load("synthetic:llama?layers=1&hidden=16&heads=1&seed=5")
+        drawn.append(mx.random.uniform().item())
+    assert drawn[0] == drawn[2] != drawn[1]
 
 
 def test_gpt_oss_has_sinks_that_matter() -> None:
