@@ -90,7 +90,7 @@ class EngineLoop:
             if self._cold is not None:
                 self._cold.close()
             raise
-        self._roster = Roster(
+        self.roster = Roster(
             first,
             source or ModelSource(model.name),
             self._serve,
@@ -124,12 +124,12 @@ class EngineLoop:
     @property
     def model(self) -> LoadedModel:
         """The first model."""
-        return self._roster.serving().model
+        return self.roster.serving().model
 
     @property
     def lane(self) -> BatchLane:
         """The batch lane of the first model."""
-        return self._roster.serving().batch
+        return self.roster.serving().batch
 
     def load(self, name: str, source: ModelSource) -> tuple[ModelInfo, LoadedModel]:
         """Put one more model, or an adapter, into service; nothing else goes on meanwhile.
@@ -138,32 +138,32 @@ class EngineLoop:
         beside the others, and what loading raises; nothing has changed then.
         """
         self._guard.check()
-        return self._roster.add(name, source)
+        return self.roster.add(name, source)
 
     def alias(self, name: str, existing: str) -> ModelInfo:
         """Give a model one more name."""
         self._guard.check()
-        return self._roster.alias(name, existing)
+        return self.roster.alias(name, existing)
 
     def unload(self, name: str) -> list[str]:
         """Let go of a model, and of the adapters over it; their names. What was computed with them
         stays cached. Raises `ModelNotFound`, and `ModelBusy` while requests to it are open.
         """
         self._guard.check()
-        names = self._roster.remove(name)
+        names = self.roster.remove(name)
         self.scheduler.memory_changed()
         return names
 
     def models(self) -> tuple[ModelInfo, ...]:
         """All models that requests can name."""
-        return self._roster.infos()
+        return self.roster.infos()
 
     def submit(self, submission: Submission) -> None:
         """Queue a request, or fail it before anything has changed."""
         self._guard.check()
         try:
             self._require_room()
-            row = self._roster.serving(submission.request.model).row_for(submission)
+            row = self.roster.serving(submission.request.model).row_for(submission)
             self._memory.require_possible(row)
             if row.deadline is not None and row.deadline <= self._recorder.now():
                 raise too_late(row, self._recorder.now())
@@ -217,7 +217,7 @@ class EngineLoop:
         return EngineStatistics(
             requests=self.scheduler.statistics(),
             usage=self._endings.usage,
-            models=self._roster.statistics(),
+            models=self.roster.statistics(),
             cache=self.cache.statistics(),
             memory=self.ledger.statistics(),
             pressure=self._watch.statistics(self._wired_limit),
@@ -229,7 +229,7 @@ class EngineLoop:
         self.cache.check_integrity()
         counts = self.scheduler.statistics()
         leased = [row for row in self._rows.values() if row.lease is not None]
-        lanes = list(self._roster.lanes)
+        lanes = list(self.roster.lanes)
         assert counts.decoding == sum(len(lane.running) for lane in lanes)
         open_rows = counts.restoring + counts.prefilling + counts.decoding
         assert open_rows >= len(leased) == self.cache.statistics().leases
@@ -238,7 +238,7 @@ class EngineLoop:
         self.ledger.check_integrity()
         promised = sum(row.memory.remaining for row in self._rows.values() if row.memory)
         assert self.ledger.used(Purpose.TAILS) == promised
-        models = self._roster.statistics().values()
+        models = self.roster.statistics().values()
         assert sum(model.lane.batch.tails.used_bytes for model in models) <= promised
         for row in (row for lane in lanes for row in lane.rows):
             assert row.memory is not None
@@ -251,7 +251,7 @@ class EngineLoop:
         try:
             return self._turn()
         except Exception as error:  # nobody else would end these requests
-            for lane in self._roster.lanes:
+            for lane in self.roster.lanes:
                 lane.reset()
             for row in list(self._rows.values()):
                 self._endings.fail(row, error)
@@ -260,7 +260,7 @@ class EngineLoop:
     def patience(self) -> float:
         """Seconds until the next deadline is over, or until it is time to look for idle models."""
         deadline = self.scheduler.next_deadline()
-        soonest = min(self._roster.next_look, math.inf if deadline is None else deadline)
+        soonest = min(self.roster.next_look, math.inf if deadline is None else deadline)
         return max(soonest - self._recorder.now(), 0.0)
 
     def close(self) -> None:
@@ -286,7 +286,7 @@ class EngineLoop:
             last.callback(lambda: self._restoring.close(_left(deadline)))
             if self._cold is not None:
                 last.callback(lambda: self._flush_last(_left(deadline)))
-            last.callback(self._roster.close)
+            last.callback(self.roster.close)
 
     def _flush_last(self, seconds: float) -> None:
         left = self.cache.flush(seconds)
@@ -298,7 +298,7 @@ class EngineLoop:
     def _relieve(self) -> None:
         try:
             self._watch.check()
-            if self._roster.unload_idle():
+            if self.roster.unload_idle():
                 self.scheduler.memory_changed()
         except Exception:  # nobody's request is to end for this
             _log.exception("memory pressure was not relieved")

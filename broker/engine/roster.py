@@ -188,13 +188,16 @@ class Roster:
         return served
 
     def _make_room_for(self, served: Served, name: str, base: Served | None) -> None:
-        """Have others give back what a model takes already."""
+        """Have others give back what a model takes already, if they have enough."""
         ledger = self._ledger
-        if ledger.total > ledger.limit:
-            self._cache.give_way(1)
-        for entry in self._unused():
-            if ledger.total > ledger.limit and entry.served is not base:
-                self._let_go(entry, "memory")
+        unused = [each for each in self._unused() if each.served and each.served is not base]
+        droppable = sum(each.served.weights for each in unused if each.served)
+        if ledger.total - droppable - self._cache.total_bytes <= ledger.limit:
+            if ledger.total > ledger.limit:
+                self._cache.give_way(1)
+            for entry in unused:
+                if ledger.total > ledger.limit:
+                    self._let_go(entry, "memory")
         if ledger.total > ledger.limit:
             others = format_bytes(ledger.total - served.weights)
             raise OutOfMemory(

@@ -69,11 +69,19 @@ class Driver:
         memory: int = 0,
         cold: Path | None = None,
         max_queue: int = MAX_QUEUE,
+        idle_unload: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         cold_bytes = 1 << 30 if cold else 0
         settings = EngineSettings(
-            ram, max_rows, chunk, memory, cold, cold_bytes, max_queue=max_queue
+            ram,
+            max_rows,
+            chunk,
+            memory,
+            cold,
+            cold_bytes,
+            max_queue=max_queue,
+            idle_unload=idle_unload,
         )
         self.recorder = Recorder(clock=clock)
         self.engine = EngineLoop(model, self.recorder, settings)
@@ -116,8 +124,9 @@ class Driver:
         self.engine.check_integrity()
         statistics = self.engine.statistics()
         assert statistics.cache.leases == 0
-        assert statistics.lane.batch.rows == 0
-        assert statistics.lane.batch.tails.bytes == 0
+        for model in statistics.models.values():
+            assert model.lane.batch.rows == 0
+            assert model.lane.batch.tails.bytes == 0
         assert statistics.memory.reserved["tails"] == 0
         assert all(box.over for box in self.boxes)
 
