@@ -1,4 +1,4 @@
-"""Adapters with random weights, in the files that mlx-lm's trainer writes."""
+"""Adapters with random weights, in the files of mlx-lm's trainer, and looks at what they change."""
 
 import json
 from copy import deepcopy
@@ -10,8 +10,12 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
+from mlx_swarm.broker.models import LoadedModel
 from mlx_swarm.broker.models.adapter_files import CONFIG, WEIGHTS
 
+SIZES = "layers=2&hidden=64&heads=4&kv_heads=2&intermediate=64&context=256&seed=3"
+LLAMA = f"synthetic:llama?{SIZES}"
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 OF_TRAINING = {"learning_rate": 1e-5, "model": "some/model", "num_layers": -1, "seed": 0}
 
 
@@ -51,6 +55,29 @@ def edit_config(folder: Path, **fields: Any) -> None:
         of_lora = name in ("rank", "scale", "keys", "dropout")
         (config["lora_parameters"] if of_lora else config)[name] = value
     (folder / CONFIG).write_text(json.dumps(config))
+
+
+def logits(model: LoadedModel, tokens: list[int] = PROMPT) -> mx.array:
+    found: mx.array = model.model(mx.array([tokens]), cache=model.make_caches())
+    mx.eval(found)
+    return found
+
+
+def equal(some: mx.array, other: mx.array) -> bool:
+    return some.dtype == other.dtype and bool(mx.array_equal(some, other).item())
+
+
+def look(model: nn.Module) -> dict[str, Any]:
+    """All that could be changed in a tree of modules: what is where, by identity, and flags."""
+    return {
+        path: (
+            id(module),
+            module.training,
+            set(module._no_grad),
+            {name: id(value) for name, value in module.items()},
+        )
+        for path, module in model.named_modules()
+    }
 
 
 def _random(name: str, array: mx.array) -> mx.array:
