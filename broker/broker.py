@@ -1,6 +1,7 @@
 """The broker: the async facade over the engine thread. Works on asyncio and trio."""
 
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from anyio import to_thread
 from msgspec import Struct
 
 from .backend import describe, require_mlx
-from .checks import check_range, check_text
+from .checks import check_range, check_text, is_number
 from .engine.mailbox import Mailbox
 from .engine.submission import MAX_QUEUE, Submission
 from .engine.thread import EngineThread
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 CLOSED_IN_LOADING = "the broker was closed while its model was loading"
 MOST_FLUSH_SECONDS = 86_400.0
-MOST_IDLE_SECONDS = 1e9
 
 
 class BrokerStatistics(Struct, frozen=True, kw_only=True):
@@ -95,8 +95,9 @@ class Broker:
         for name, value in counts.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InvalidSetting(f"{name} is {value!r}; it must be at least 1, and whole")
-        if idle_unload is not None:
-            check_range("idle_unload", idle_unload, 0, MOST_IDLE_SECONDS, open_low=True)
+        idle = 1.0 if idle_unload is None else idle_unload
+        if not is_number(idle) or not 0 < idle < math.inf:
+            raise InvalidSetting(f"idle_unload is {idle_unload!r}; it must be seconds, more than 0")
         require_mlx()
         self._model = model
         self._idle_unload = idle_unload
@@ -252,7 +253,8 @@ class Broker:
         report = self._reporting(thread)
         if not base:
             await to_thread.run_sync(lambda: prepare(spec, progress=report), abandon_on_cancel=True)
-        info, text = await thread.call(lambda engine: engine.load(name, source))
+        with runnable(name):
+            info, text = await thread.call(lambda engine: engine.load(name, source))
         self._texts[name] = text
         return info
 

@@ -23,12 +23,17 @@ def check_whole(name: str, value: Any, lowest: int, meaning: str) -> None:
 
 def check_range(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
     """Raise unless `value` is a finite number in [low, high], or (low, high] with `open_low`."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    if not is_number(value):
         raise InvalidRequest(f"{name} is {_quoted(value)}; it must be a number")
     inside = low <= value <= high and not (open_low and value == low)
     if not inside or not math.isfinite(value):
         bracket = "(" if open_low else "["
         raise InvalidRequest(f"{name} is {value}; it must be in {bracket}{low:g}, {high:g}]")
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number; a bool is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_text(name: str, value: Any) -> None:

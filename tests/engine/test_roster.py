@@ -228,7 +228,7 @@ def test_names_that_are_taken_unknown_or_the_first_are_refused() -> None:
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers_and_nothing_changes() -> None:
     first = load(TINY)
     weights = weight_bytes(first)
-    driver = Driver(first, memory=weights + (600 << 10))
+    driver = Driver(first, memory=weights + (150 << 10))
     box = driver.submit(asked(0, max_tokens=20))
     driver.decode_all([box], 2)
     with pytest.raises(OutOfMemory, match=r"the weights of 'other' take .* the limit is"):
@@ -244,18 +244,14 @@ def test_a_model_that_does_not_fit_is_refused_with_the_numbers_and_nothing_chang
 
 def test_models_that_nobody_uses_make_room_for_one_that_is_asked_for() -> None:
     first = load(TINY)
-    weights = weight_bytes(first)
-    driver = Driver(first, memory=2 * weights + (700 << 10))
+    memory = weight_bytes(first) + weight_bytes(load(OTHER)) + (300 << 10)
+    driver = Driver(first, memory=memory)
     for name in ("other", "third"):
         driver.engine.load(name, ModelSource(OTHER))
     loaded = [info.loaded for info in driver.engine.models()]
     assert loaded == [False, True, True]
-    reasons = [
-        event.reason
-        for event in driver.recorder.recent()
-        if isinstance(event, events.ModelUnloaded)
-    ]
-    assert reasons == ["memory"]
+    seen = driver.recorder.events()
+    assert [e.reason for e in seen if isinstance(e, events.ModelUnloaded)] == ["memory"]
     check_served(driver, asked(0), run(driver, asked(0))[0])
     driver.check_idle()
 
