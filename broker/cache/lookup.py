@@ -49,7 +49,7 @@ class Lookup:
         if restored is not None and match.length < min(restored, limit):
             reason = "restore_failed"
         elif cold is not None and self._restores is not None:
-            if not self._restores.gate.opens_for(cold.bytes, gained):
+            if not self._restores.gate.opens_for(cold.bytes, gained, space.name):
                 cold, gained, reason = None, 0, "cost_gate"
             elif cold.length == limit:
                 reason = None

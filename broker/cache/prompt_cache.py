@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -344,10 +344,12 @@ class PromptCache:
         self._settle()
         return self._room.shrink(nbytes)
 
-    def note_prefill(self, tokens: int, seconds: float) -> None:
-        """Tell the cost gate of restores how long computing `tokens` took."""
+    def note_prefill(
+        self, tokens: int, seconds: float, namespaces: Collection[str] = ("",)
+    ) -> None:
+        """Tell the cost gate of restores how long computing `tokens` of these namespaces took."""
         if self._restores is not None:
-            self._restores.gate.note_prefill(tokens, seconds)
+            self._restores.gate.note_prefill(tokens, seconds, namespaces)
 
     # Telling about itself
 

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from ..errors import CacheError, CorruptFile, SwarmError
 from ..trace.events import Quarantined
@@ -28,22 +28,27 @@ class CostGate:
     def __init__(self) -> None:
         self.restore_rate = 0.0
         """Bytes read in a second; 0 before the first restore."""
-        self.prefill_rate = 0.0
-        """Tokens computed in a second; 0 before the first is reported."""
+        self.prefill_rates: dict[str, float] = {}
+        """Tokens of a namespace computed in a second, once that is known: models differ."""
 
     def note_restore(self, size: int, seconds: float) -> None:
         """`size` bytes were read in `seconds`."""
         self.restore_rate = _blend(self.restore_rate, size, seconds)
 
-    def note_prefill(self, tokens: int, seconds: float) -> None:
-        """`tokens` were computed in `seconds`."""
-        self.prefill_rate = _blend(self.prefill_rate, tokens, seconds)
+    def note_prefill(
+        self, tokens: int, seconds: float, namespaces: Collection[str] = ("",)
+    ) -> None:
+        """`tokens` of any of these namespaces were computed in `seconds`."""
+        for namespace in namespaces:
+            rate = self.prefill_rates.get(namespace, 0.0)
+            self.prefill_rates[namespace] = _blend(rate, tokens, seconds)
 
-    def opens_for(self, size: int, gained: int) -> bool:
+    def opens_for(self, size: int, gained: int, namespace: str = "") -> bool:
         """Whether to read `size` bytes in order not to compute `gained` tokens."""
-        if not self.restore_rate or not self.prefill_rate:
+        prefill_rate = self.prefill_rates.get(namespace, 0.0)
+        if not self.restore_rate or not prefill_rate:
             return True
-        return size / self.restore_rate < gained / self.prefill_rate
+        return size / self.restore_rate < gained / prefill_rate
 
 
 class Restoration:

@@ -95,6 +95,7 @@ class BatchLane:
         self._verdict = batch_test(model.model, model.make_caches)
         layout = self._verdict.layout
         self._ahead = Ahead(self._note_prefill)
+        self._namespaces: set[str] = set()
         self._shared = (
             SharedDecoder(model, cache, self._verdict, self._ahead, afford)
             if layout is not None
@@ -133,6 +134,7 @@ class BatchLane:
         `restoration` is what was read for it from the tier below, if anything was.
         """
         self._guard.check()
+        self._namespaces.add(row.namespace)
         if row.reads_cache:
             row.lease = self._cache.lease(row.prompt, row.namespace, restoration)
             row.plan = row.lease.plan if row.lease else self._cache.plan(row.prompt, row.namespace)
@@ -267,7 +269,7 @@ class BatchLane:
 
     def _note_prefill(self, tokens: int, seconds: float) -> None:
         self._pace.note_prefill(tokens, seconds)
-        self._cache.note_prefill(tokens, seconds)
+        self._cache.note_prefill(tokens, seconds, self._namespaces)
 
     def _computed(self, row: Row) -> tuple[Sequence[int] | Tokens, Sequence[Any] | StoredRow]:
         if self._decoder.holds(row):

@@ -163,7 +163,8 @@ class EngineLoop:
         self._guard.check()
         try:
             self._require_room()
-            row = self.roster.serving(submission.request.model).row_for(submission)
+            served = self.roster.serving(submission.request.model)
+            row = served.row_for(submission)
             self._memory.require_possible(row)
             if row.deadline is not None and row.deadline <= self._recorder.now():
                 raise too_late(row, self._recorder.now())
@@ -171,6 +172,8 @@ class EngineLoop:
             submission.mailbox.fail(as_swarm_error(error, "could not be prepared", submission.id))
             return
         self._rows[row.id] = row
+        if self._cold is not None:
+            self._cold.models[row.namespace] = served.model.name
         request = row.request
         self._recorder.note(
             events.Queued,

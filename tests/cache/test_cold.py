@@ -110,6 +110,9 @@ class TestRestore:
         store.add("", range(200, 220), build("full", range(200, 220)))
         plan = cache.plan([*range(200, 220), 7])
         assert (plan.usable_tokens, plan.reason) == (0, "cost_gate")
+        # How fast another model computes says nothing about this one.
+        cache.note_prefill(1, 1e9, ["another"])
+        assert cache.plan([*range(200, 220), 7]).reason == "cost_gate"
         cache.note_prefill(1, 1e9)
         cache.note_prefill(1, 1e9)
         for _ in range(60):

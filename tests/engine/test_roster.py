@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from mlx_swarm.broker import Request
+from mlx_swarm.broker.cache.ssd.inspection import namespaces
 from mlx_swarm.broker.engine.memory import weight_bytes
 from mlx_swarm.broker.engine.roster import ModelSource
 from mlx_swarm.broker.errors import (
@@ -275,4 +276,14 @@ def test_a_step_that_fails_ends_the_rows_of_its_model_alone(
     check_served(driver, asked(0), boxes[0])
     (box,) = run(driver, asked(1, "other"))
     check_served(driver, asked(1, "other"), box)
+    driver.check_idle()
+
+
+def test_the_cold_tier_says_which_model_its_files_are_of(tmp_path: Path) -> None:
+    driver = driver_of(cold=tmp_path)
+    driver.engine.load("other", ModelSource(OTHER))
+    run(driver, asked(0), asked(0, "other"))
+    assert driver.engine.flush(30.0).writes == 0
+    stored = {found.model for found in namespaces(tmp_path)}
+    assert stored == {driver.engine.model.name, driver.engine.roster.serving("other").model.name}
     driver.check_idle()

@@ -61,6 +61,8 @@ class SsdStore:
         self._folder = Folder(folder, max_bytes, disk, clock_ns)
         self._ledger = ledger
         self._model = model
+        self.models: dict[str, str] = {}
+        """The models of namespaces, where that is another one."""
         self._restore_seconds = 0.0
         self._is_failing = False
         self._is_synced = True
@@ -227,7 +229,9 @@ class SsdStore:
                 lacking = lacking_of(folder.index, namespace, tokens, pieces.layout, pieces.pieces)
                 _require_no_gap(lacking, pieces)
                 pins.callback(folder.pin(lacking.chain.records))
-            for header, rows in files_of(lacking, pieces, namespace, tokens, self._model):
+            for header, rows in files_of(
+                lacking, pieces, namespace, tokens, self.models.get(namespace, self._model)
+            ):
                 folder.make_room(file_bytes(header))
                 self._is_synced = False
                 write_file(folder.disk, folder.path, header, rows)
