@@ -18,6 +18,7 @@ from mlx_lm.models.cache import KVCache
 from msgspec import Struct
 
 from ..affinity import ThreadGuard
+from ..backend import describe
 from ..cache.intake import Row as StoredRow
 from ..cache.prefix_hash import Tokens, as_tokens
 from ..cache.prompt_cache import PromptCache
@@ -27,7 +28,7 @@ from ..models import LoadedModel
 from .ahead import TILE_ALONE, Ahead
 from .batch_test import batch_test
 from .decode_batch import DecodeStatistics
-from .pace import Pace
+from .pace import LEAST_CUDA, Pace
 from .replicated import ReplicatedDecoder
 from .row import Row, RowToken
 from .self_test import self_test
@@ -94,6 +95,8 @@ class BatchLane:
         self._self_test = self_test(model.model)
         self._verdict = batch_test(model.model, model.make_caches)
         layout = self._verdict.layout
+        self.aligned = LEAST_CUDA if describe().device == "cuda" else 0
+        """Prompts are computed alone up to multiples of so many tokens; 0: up to any."""
         self._ahead = Ahead(self._note_prefill)
         self._namespaces: set[str] = set()
         self._shared = (
@@ -127,6 +130,14 @@ class BatchLane:
             return 0
         copied = shared if self._verdict.layout is None else 0
         return layout.bytes_per_token * (tokens + copied) + layout.state_bytes
+
+    def put_points(self, start: int, end: int) -> tuple[int, ...]:
+        """Where to store a prompt that is computed over [start, end), so that the batch can compute
+        the odd rest of it.
+        """
+        last = end - end % self.aligned if self.aligned else 0
+        is_alone = self._shared is not None and end - start > self._verdict.prefill.tokens
+        return (last,) if is_alone and last > start else ()
 
     def open(self, row: Row, restoration: Restoration | None = None) -> None:
         """Give the row its caches: a clone of what the prompt cache has, or empty ones.

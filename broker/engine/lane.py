@@ -29,6 +29,9 @@ class Lane(LanePolicy, Protocol):
     def kv_bytes(self, tokens: int, shared: int) -> int:
         """Bytes of the KV of a row's own `tokens`, where `shared` more are read in the cache."""
 
+    def put_points(self, start: int, end: int) -> tuple[int, ...]:
+        """Where, besides, to store a prompt that is computed over [start, end)."""
+
     def open(self, row: "Row", restoration: Restoration | None = None) -> None:
         """Give the row its caches; `restoration` is what was read for it from the tier below."""
 

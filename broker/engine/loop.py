@@ -460,10 +460,11 @@ class EngineLoop:
             self._join(row)
 
     def _put_points(self, row: Row) -> tuple[int, ...]:
-        """Where the prompt cache wants the row's prefill to stop and store."""
+        """Where the prompt cache, or the lane, wants the row's prefill to stop and store."""
         if not row.reads_cache:
             return ()
-        return self.cache.put_points(row.prompt, row.namespace, row.boundaries)
+        wanted = self.cache.put_points(row.prompt, row.namespace, row.boundaries)
+        return (*wanted, *row.lane.put_points(row.position, len(row.prompt) - 1))
 
     def _prefill(self, parts: Sequence[Part]) -> None:
         """Long prompts one after the other, what is to be computed in the batch in one go."""

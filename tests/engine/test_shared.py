@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from mlx_swarm.broker import Request, Sampling
 from mlx_swarm.broker.engine.decode_batch import PrefillLimits
+from mlx_swarm.broker.engine.row import Row
+from mlx_swarm.broker.engine.scheduler import MINIMUM_SHARED_TOKENS
 from mlx_swarm.broker.models import LoadedModel, load
 from tests.engine.driver import Driver, assert_greedy
 from tests.engine.random_life import live
@@ -299,6 +301,31 @@ def test_a_row_that_computed_a_long_prefix_reads_it_where_it_is_stored() -> None
     driver.run()
     for request, box in zip(asked, boxes, strict=True):
         assert_greedy(model, request.tokens, box.tokens)
+    driver.check_idle()
+
+
+@pytest.mark.parametrize("length", [257, 300, 320, 321, 335, 336, 500])
+def test_the_odd_rest_of_a_long_prompt_is_computed_in_the_batch(length: int) -> None:
+    driver = Driver(load(KINDS["llama"]), chunk=64)
+    lane = driver.engine.lane
+    lane.aligned = 32
+    alone: list[tuple[int, int]] = []
+    prefill = lane.prefill
+
+    def watched(row: Row, stop: int) -> None:
+        alone.append((row.position, stop))
+        prefill(row, stop)
+
+    lane.prefill = watched  # type: ignore[method-assign]
+    tokens = [at % 250 for at in range(length)]
+    box = driver.submit(Request(tokens=tokens, max_tokens=6))
+    driver.run()
+    # A rest of a few tokens is not worth a stop of its own.
+    rest = (length - 1) % 32
+    odd = [length - 1] if 0 < rest < MINIMUM_SHARED_TOKENS and length > 257 else []
+    assert [stop for _, stop in alone if stop % 32] == odd
+    assert bool(alone) is (length > 257)
+    assert_greedy(driver.engine.model, tokens, box.tokens)
     driver.check_idle()
 
 
