@@ -17,9 +17,12 @@ from ..request import TokenLogprob
 from .logprobs import step_logprobs
 
 TILE_LOGITS = 256 << 20
-"""Bytes that the logits of one call of the model may have in float32, where they are computed. A
-few times that is in use while they are reduced.
+"""Bytes that the logits of one call of the model may take in float32, where they are computed.
+About as much again is in use while they are reduced.
 """
+
+ORDERING = 4
+"""To find alternatives takes so many times the bytes of the logits."""
 
 
 class PromptLogprobs:
@@ -30,8 +33,9 @@ class PromptLogprobs:
 
     def __init__(self, prompt: Tokens, alternatives: int, vocabulary: int) -> None:
         self.alternatives = alternatives
+        bytes_a_token = 4 * vocabulary * (ORDERING if alternatives else 1)
         # A power of two: fewer shapes are seen.
-        self.tile = 1 << (max(TILE_LOGITS // (4 * vocabulary), 1).bit_length() - 1)
+        self.tile = 1 << (max(TILE_LOGITS // bytes_a_token, 1).bit_length() - 1)
         self._prompt = prompt
         self._own = unknown(len(prompt))
         self._own[0] = 0.0

@@ -445,7 +445,9 @@ class Scheduler:
             return 0
         if entry.looked_up_at != self._memory_version:
             asked = () if entry.alternatives is None else (entry.alternatives,)
-            entry.in_memory = self._known(entry.tokens, entry.namespace, *asked)
+            found = self._known(entry.tokens, entry.namespace, *asked)
+            # One token of what a leader stores with log-probabilities is computed again.
+            entry.in_memory = found + 1 if found and asked else found
             entry.looked_up_at = self._memory_version
         return entry.in_memory
 

@@ -195,9 +195,11 @@ def test_a_tile_that_the_limit_cuts_short_says_the_same(
 
 def test_no_call_of_the_model_computes_more_logits_than_the_limit() -> None:
     for vocabulary in (1, 300, 128_256, 1 << 30):
-        tile = PromptLogprobs(np.zeros(2, np.uint32), 0, vocabulary).tile
-        assert tile == 1 or tile * vocabulary * 4 <= prompt_logprobs.TILE_LOGITS
-        assert 2 * tile * vocabulary * 4 > prompt_logprobs.TILE_LOGITS
+        for top, copies in ((0, 1), (1, prompt_logprobs.ORDERING)):
+            tile = PromptLogprobs(np.zeros(2, np.uint32), top, vocabulary).tile
+            size = tile * vocabulary * 4 * copies
+            assert tile == 1 or size <= prompt_logprobs.TILE_LOGITS
+            assert 2 * size > prompt_logprobs.TILE_LOGITS
 
 
 def test_who_does_not_ask_has_no_logits_computed_and_nothing_stored(
