@@ -50,7 +50,10 @@ class Request(Struct, frozen=True, kw_only=True):
     what `max_tokens` cuts off is a beginning of something complete.
 
     With `logprobs` every output token comes with a `TokenLogprob`, with `top_logprobs` (up to 20)
-    also with that many of the likeliest tokens in its place.
+    also with that many of the likeliest tokens in its place. With `prompt_logprobs` the prompt's
+    tokens have theirs too, in `Completed` (what OpenAI calls `echo` with logprobs), and as many of
+    the likeliest as `top_logprobs` says. What the cache holds without them is computed again, and
+    all of the prompt for `top_logprobs`; of a prompt that was asked for before, nothing is.
     """
 
     messages: Sequence[Message] = ()
@@ -62,6 +65,7 @@ class Request(Struct, frozen=True, kw_only=True):
     stop: Sequence[str] = ()
     logprobs: bool = False
     top_logprobs: int = 0
+    prompt_logprobs: bool = False
     boundaries: Sequence[int] = ()
     model: str = ""
     tenant: str = ""
@@ -129,6 +133,7 @@ class Request(Struct, frozen=True, kw_only=True):
     def _check_logprobs(self) -> None:
         check_kind("logprobs", self.logprobs, bool, "True or False")
         check_kind("top_logprobs", self.top_logprobs, int, "a whole number")
+        check_kind("prompt_logprobs", self.prompt_logprobs, bool, "True or False")
         check_range("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest(f"top_logprobs is {self.top_logprobs}; it needs logprobs=True")
@@ -198,12 +203,12 @@ class Started(Struct, frozen=True, tag=True):
 
 
 class TokenLogprob(Struct, frozen=True):
-    """The natural logarithm of an output token's probability, and the likeliest tokens there.
+    """The natural logarithm of a token's probability, and the likeliest tokens in its place.
 
     Probabilities are the model's own, of the whole vocabulary: the log-softmax of its logits in
     float32, before anything that the request's sampling and grammar do to them. `top` holds pairs
-    of a token and its log-probability, as many as were asked for, the likeliest first; the output
-    token need not be among them.
+    of a token and its log-probability, as many as were asked for, the likeliest first; the token
+    itself need not be among them.
     """
 
     token: int
@@ -227,7 +232,8 @@ class Completed(Struct, frozen=True, tag=True):
     """The end of a request: its whole text and output tokens (a stop token included), and its cost.
 
     `ttft_seconds` runs from submission to the first output token. `logprobs` has an item for each
-    of the tokens if the request asked for them, else none.
+    of the tokens if the request asked for them, else none; `prompt_logprobs` for each of the
+    prompt, given those before it: None for the first, and where a cancelled request had not got to.
     """
 
     request: RequestId
@@ -238,6 +244,7 @@ class Completed(Struct, frozen=True, tag=True):
     ttft_seconds: float
     prompt: tuple[int, ...] = field(default=())
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
 
 
 StreamEvent = Started | Delta | Completed

@@ -30,6 +30,8 @@ def test_log_probabilities_are_asked_for_in_range_or_refused(logprobs: Any, top:
         ({"logprobs": True, "top_logprobs": -1}, r"top_logprobs is -1; it must be in \[0, 20\]"),
         ({"top_logprobs": 5}, "top_logprobs is 5; it needs logprobs=True"),
         ({"logprobs": 1}, "logprobs is 1; it must be True or False"),
+        ({"prompt_logprobs": 5}, "prompt_logprobs is 5; it must be True or False"),
+        ({"prompt_logprobs": True, "top_logprobs": 5}, "5; it needs logprobs=True"),
         ({"logprobs": True, "top_logprobs": True}, "top_logprobs is True; .* a whole number"),
     ],
 )

@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import mlx.core as mx
+import numpy as np
 
 from ..errors import CacheError
 from .dtypes import dtype_of
 from .layout import Group, Layout
+from .logprobs import LOGPROB_BYTES, Logprobs, unknown
 from .runs import Runs, clean_runs, count_runs, intersect_runs
 from .segments import Segment, Source, owned, select
 
@@ -24,10 +26,10 @@ class Extent:
     `buffers[i]` is `[planes, heads, tokens, dim]` of `layout.groups[i]`, exactly as large as its
     shape says, and evaluated or under way. `runs[i]` are the positions it holds: all of them,
     except that window classes may hold fewer. It lives while ranges refer to it; with the last one
-    its buffers go.
+    its buffers go. `logprobs`, where somebody computed them, are those of its tokens.
     """
 
-    __slots__ = ("_live", "buffers", "layout", "runs", "start", "stop")
+    __slots__ = ("_live", "buffers", "layout", "logprobs", "runs", "start", "stop")
 
     def __init__(
         self,
@@ -42,6 +44,7 @@ class Extent:
         self.stop = stop
         self.buffers = buffers
         self.runs = runs
+        self.logprobs: Logprobs | None = None
         self._live: dict[tuple[int, int], int] = {}
 
     def __len__(self) -> int:
@@ -49,8 +52,9 @@ class Extent:
 
     @property
     def nbytes(self) -> int:
-        """Exact bytes of its buffers; 0 once they are gone."""
-        return sum(buffer.nbytes for buffer in self.buffers)
+        """Exact bytes of its buffers and log-probabilities; 0 once they are gone."""
+        beside = self.logprobs.nbytes if self.logprobs is not None else 0
+        return sum(buffer.nbytes for buffer in self.buffers) + beside
 
     @property
     def references(self) -> int:
@@ -74,15 +78,23 @@ class Extent:
 
     def bytes_between(self, start: int, stop: int) -> int:
         """Exact bytes of tokens [start, stop)."""
+        beside = LOGPROB_BYTES * (stop - start) if self.logprobs is not None else 0
         if not self.buffers:
-            return 0
+            return beside
         if start == self.start and stop == self.stop:
             return self.nbytes
         within = ((start, stop),)
-        return sum(
+        return beside + sum(
             size * count_runs(intersect_runs(runs, within))
             for size, runs in zip(self.layout.group_bytes, self.runs, strict=True)
         )
+
+    def keep_logprobs(self, start: int, logprobs: Logprobs) -> None:
+        """Take the log-probabilities of the tokens from `start` on that were unknown so far."""
+        if self.logprobs is None:
+            self.logprobs = unknown(len(self))
+        held = self.logprobs[start - self.start :][: len(logprobs)]
+        np.copyto(held, logprobs, where=np.isnan(held))
 
     def segments(self, leaf: int, start: int, stop: int) -> list[Segment]:
         """Tokens [start, stop) of one layer, as far as they are held; views, nothing is copied."""
@@ -109,6 +121,7 @@ class Extent:
                 group.plane.dim,
             ), (buffer.shape, group, runs)
             assert intersect_runs(runs, ((self.start, self.stop),)) == runs
+        assert self.logprobs is None or self.logprobs.shape == (len(self),)
         assert all(self.start <= start < stop <= self.stop for start, stop in self._live)
         assert 0 <= self.slack <= self.nbytes
 
@@ -127,7 +140,7 @@ class Extent:
             return False
         del self._live[start, stop]
         if not self._live:
-            self.buffers = ()
+            self.buffers, self.logprobs = (), None
         return True
 
 
@@ -155,6 +168,13 @@ class ExtentRange:
     def nbytes(self) -> int:
         """Exact bytes of its tokens."""
         return self.extent.bytes_between(self.start, self.stop)
+
+    @property
+    def logprobs(self) -> Logprobs | None:
+        """A view of those of its tokens; None if the extent has none."""
+        if self.extent.logprobs is None:
+            return None
+        return self.extent.logprobs[self.start - self.extent.start :][: len(self)]
 
     def split(self, at: int) -> tuple["ExtentRange", "ExtentRange"]:
         """The parts before and from absolute position `at`; no array is touched and this range is
@@ -211,6 +231,8 @@ def compact(ranges: Sequence[ExtentRange], *, windows_at_end: bool = False) -> l
     )
     fresh = [ExtentRange(extent, part.start, part.stop) for part in ranges]
     for part in ranges:
+        if part.logprobs is not None:
+            extent.keep_logprobs(part.start, part.logprobs)
         part.release()
     return fresh
 

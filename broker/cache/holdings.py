@@ -7,6 +7,7 @@ from collections.abc import Callable
 from .extents import Extent, ExtentRange, compact
 from .kinds import Checkpoint
 from .ledger import Ledger, Purpose
+from .logprobs import Logprobs
 from .node import Node
 
 Hook = Callable[[], None]
@@ -137,6 +138,16 @@ class Holdings:
         node.checkpoint = checkpoint
         self.checkpoints[node] = checkpoint.nbytes
         self._charge(Purpose.CHECKPOINTS, checkpoint.nbytes)
+
+    def keep_logprobs(self, node: Node, logprobs: Logprobs) -> None:
+        """Attach those of a node's tokens, as far as they are known, to its extent."""
+        span = node.span
+        assert isinstance(span, ExtentRange)
+        extent, size = span.extent, span.extent.nbytes
+        extent.keep_logprobs(span.start, logprobs)
+        if extent.nbytes > size:
+            self._charge(Purpose.EXTENTS, extent.nbytes - size)
+            self._set_slack(extent, extent.slack)
 
     def use_checkpoint(self, node: Node) -> None:
         """A node's checkpoint, if it has one, is the most recently used."""

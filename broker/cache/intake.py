@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+
 from ..errors import CacheError
 from ..trace.events import Split
 from .extents import Extent, ExtentRange, pack
@@ -11,6 +13,7 @@ from .holdings import Holdings
 from .kinds import Checkpoint, held_runs, layout_of, seal, snapshot, validate
 from .layout import Layout
 from .lease import PromptLease
+from .logprobs import LOGPROB_BYTES, Logprobs
 from .node import Node
 from .prefix_hash import Tokens
 from .reporter import Reporter
@@ -98,10 +101,13 @@ class Intake:
         self._reporter = reporter
         self._writes = writes
 
-    def store(self, space: Space, key: Tokens, row: Row | CacheRow) -> tuple[Stored, Node | None]:
+    def store(
+        self, space: Space, key: Tokens, row: Row | CacheRow, logprobs: Logprobs | None = None
+    ) -> tuple[Stored, Node | None]:
         """Store a validated row; returns the node where it ends, if it was stored.
 
-        Once the first byte is copied nothing can fail but the copy itself, which changes nothing.
+        Its `logprobs` are kept if there is room for them. Once the first byte is copied nothing can
+        fail but the copy itself, which changes nothing.
         """
         layout, walk = row.layout, space.tree.walk(key)
         gaps = _window_gaps(row, walk)
@@ -110,7 +116,10 @@ class Intake:
         # Split first: what lies beyond the matched path may have to go.
         above = self.boundary(space, walk, walk.length) if walk.length else None
         with _held(above):
-            if not self._admit(layout, above, len(key), gaps):
+            beside = _logprob_bytes(above, logprobs)
+            if beside and not self._admit(layout, above, len(key), gaps, beside):
+                beside, logprobs = 0, None
+            if not beside and not self._admit(layout, above, len(key), gaps):
                 return Stored(0, 0, "no_room"), None
             before = self._holdings.total_bytes
             space.layout = layout
@@ -120,6 +129,7 @@ class Intake:
                 node = self._mark(space, key)
             self._fill(space, key, row, gaps)
             self._checkpoint(node, row)
+            self._keep_logprobs(node, logprobs)
         return Stored(len(key) - walk.length, self._holdings.total_bytes - before), node
 
     def boundary(self, space: Space, walk: Walk, length: int) -> Node:
@@ -137,8 +147,10 @@ class Intake:
         whole = _matched_bytes(walk) + new + layout.state_bytes
         return whole > self._room.max_bytes or layout.state_bytes > self._room.checkpoint_bytes
 
-    def _admit(self, layout: Layout, above: Node | None, length: int, gaps: Runs) -> bool:
-        """Make room for what is new below `above`; whether there is enough."""
+    def _admit(
+        self, layout: Layout, above: Node | None, length: int, gaps: Runs, beside: int = 0
+    ) -> bool:
+        """Make room for what is new below `above`, and bytes beside it; whether there is enough."""
         matched = above.stop if above is not None else 0
         new = layout.bytes_per_token * (length - matched + count_runs(gaps))
         state = layout.state_bytes
@@ -146,7 +158,7 @@ class Intake:
             state = 0
         if state and not self._room.trim_checkpoints(state):
             return False
-        return self._room.make(new + state)
+        return self._room.make(new + state + beside)
 
     def _append(self, space: Space, key: Tokens, row: Row | CacheRow, start: int) -> Node:
         extent = row.cut(start, len(key))
@@ -170,6 +182,14 @@ class Intake:
         if checkpoint is not None:
             self._holdings.keep_checkpoint(node, checkpoint)
 
+    def _keep_logprobs(self, node: Node, logprobs: Logprobs | None) -> None:
+        if logprobs is None:
+            return
+        for each in node.path():
+            part = logprobs[each.start : each.stop]
+            if not np.isnan(part).all():
+                self._holdings.keep_logprobs(each, part)
+
     def _fill(self, space: Space, key: Tokens, row: Row | CacheRow, gaps: Runs) -> None:
         """Give the nodes above what their window layers lack and this row still has."""
         walk = space.tree.walk(key)
@@ -187,6 +207,8 @@ class Intake:
         held = node.span
         assert isinstance(held, ExtentRange)
         extent = _merged(held, row.cut(node.start, node.stop))
+        if held.logprobs is not None:
+            extent.keep_logprobs(node.start, held.logprobs)
         if self._writes is not None:
             self._writes.outdated(node)
         self._holdings.replace(node, self._holdings.adopt(extent, space.name))
@@ -214,6 +236,18 @@ def _held(node: Node | None) -> Iterator[None]:
     finally:
         if node is not None:
             node.tree.release(node)
+
+
+def _logprob_bytes(above: Node | None, logprobs: Logprobs | None) -> int:
+    """Bytes that keeping these of a path, of which the part down to `above` is stored, takes."""
+    if logprobs is None:
+        return 0
+    known = ~np.isnan(logprobs)
+    path = above.path() if above is not None else []
+    spans = [node.span for node in path if known[node.start : node.stop].any()]
+    bare = {s.extent for s in spans if isinstance(s, ExtentRange) and s.extent.logprobs is None}
+    new = known[above.stop if above is not None else 0 :]
+    return LOGPROB_BYTES * (sum(map(len, bare)) + (len(new) if new.any() else 0))
 
 
 def _matched_bytes(walk: Walk) -> int:
@@ -257,11 +291,20 @@ def _merged(held: ExtentRange, fresh: Extent) -> Extent:
 
 
 def validated(
-    key: Tokens, caches: Sequence[Any] | Row, space: Space, lease: PromptLease | None = None
+    key: Tokens,
+    caches: Sequence[Any] | Row,
+    space: Space,
+    lease: PromptLease | None = None,
+    logprobs: Logprobs | None = None,
 ) -> Row | CacheRow:
     """What is to be stored, as a row; raises `CacheError` if something speaks against it."""
     if not len(key):
         raise CacheError("an entry needs at least one token; got 0")
+    if logprobs is not None and (logprobs.dtype != np.float32 or len(logprobs) != len(key)):
+        raise CacheError(
+            f"{len(logprobs)} log-probabilities of {logprobs.dtype} for {len(key)} tokens; as many "
+            "of float32 are needed"
+        )
     if lease is not None:
         _require_lease(key, space, lease)
     if isinstance(caches, Row):

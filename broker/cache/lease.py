@@ -8,6 +8,7 @@ from ..affinity import ThreadGuard
 from .extents import Extent, ExtentRange
 from .holdings import Holdings
 from .kinds import clone
+from .logprobs import Logprobs
 from .node import Node
 from .plan import Plan
 from .prefix_hash import Tokens
@@ -22,7 +23,8 @@ class PromptLease:
     `tokens` are the `length` tokens whose KV the clone holds; `caches` is one cache object a layer,
     made when first asked for. Running a model on them never changes the donor. `ranges` are the
     parts of extents that they read, from position 0 on. `ram_tokens` and `cold_tokens` say where
-    they came from and add up to `length`; `plan` says why there are no more.
+    they came from and add up to `length`; `plan` says why there are no more. `logprobs`, where they
+    were asked for, are those of its tokens and of the one after them.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class PromptLease:
         self.ranges = ranges
         self.namespace = namespace
         self.plan = plan
+        self.logprobs: Logprobs | None = None
         self._on_release: Callable[[PromptLease], None] | None = on_release
 
     @property

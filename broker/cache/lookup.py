@@ -36,15 +36,24 @@ class Lookup:
         self._restores = restores
         self._max_bytes = max_bytes
 
-    def look(self, wanted: Tokens, space: Space, restored: int | None = None) -> Look:
-        """The plan of a prompt.
+    def look(
+        self,
+        wanted: Tokens,
+        space: Space,
+        restored: int | None = None,
+        alternatives: int | None = None,
+    ) -> Look:
+        """The plan of a prompt, whose log-probabilities are needed too if `alternatives` is given.
 
         Once so many tokens were `restored` for it, the cold tier is not asked again.
         """
         limit = len(wanted) - 1
-        match = space.match(wanted, limit)
+        match = space.match(wanted, limit, alternatives)
         reason, divergence = explain(wanted, match, space, self._spaces, self._forgotten)
         cold = None if restored is not None else self._candidate(wanted, space, match.length)
+        if cold is not None and alternatives is not None:
+            # They are not stored there, so all that it has would be computed again.
+            cold, reason = None, "no_logprobs"
         gained = cold.length - match.length if cold is not None else 0
         if restored is not None and match.length < min(restored, limit):
             reason = "restore_failed"

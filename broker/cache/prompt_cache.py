@@ -18,6 +18,7 @@ from .holdings import Holdings
 from .intake import CacheRow, Intake, Row, Stored, validated
 from .lease import Lender, PromptLease
 from .ledger import Ledger
+from .logprobs import Logprobs, known_logprobs
 from .lookup import Lookup, put_points
 from .measure import measure
 from .node import Node
@@ -64,6 +65,11 @@ class PromptCache:
     hints, `ledger` is the account that the bytes are charged to, `trace` hears of entries. `on_put`
     is called with the namespace and the tokens of what was stored, `on_written` from any thread
     when a write has ended, so that `write_behind` can go on. All calls come from one thread.
+
+    Where a look-up takes `alternatives`, None asks for KV alone; with a number, the prompt's
+    log-probabilities are needed too, each with that many of the likeliest tokens in its place.
+    Tokens' own are kept beside their KV in RAM, alternatives never: what is usable ends one token
+    before the first that is not known, with alternatives at once (`no_logprobs`).
     """
 
     def __init__(
@@ -127,22 +133,29 @@ class PromptCache:
 
     # Looking up
 
-    def plan(self, tokens: TokenSource, namespace: str = "") -> Plan:
+    def plan(
+        self, tokens: TokenSource, namespace: str = "", alternatives: int | None = None
+    ) -> Plan:
         """Where the KV of `tokens` would come from. Changes nothing."""
         self._guard.check()
-        return self._lookup.look(as_tokens(tokens), self._peek(namespace)).plan
+        space = self._peek(namespace)
+        return self._lookup.look(as_tokens(tokens), space, alternatives=alternatives).plan
 
-    def take(self, tokens: TokenSource, namespace: str = "") -> PromptLease | None:
+    def take(
+        self, tokens: TokenSource, namespace: str = "", alternatives: int | None = None
+    ) -> PromptLease | None:
         """A clone of the deepest usable prefix, restored first if that pays; None if there is none.
 
         At least one token is left to forward. The donor stays as it is.
         """
-        restoration = self.restoration(tokens, namespace)
+        restoration = self.restoration(tokens, namespace, alternatives)
         if restoration is not None:
             restoration.run()
-        return self.lease(tokens, namespace, restoration)
+        return self.lease(tokens, namespace, restoration, alternatives)
 
-    def restoration(self, tokens: TokenSource, namespace: str = "") -> Restoration | None:
+    def restoration(
+        self, tokens: TokenSource, namespace: str = "", alternatives: int | None = None
+    ) -> Restoration | None:
         """The reading that the plan asks for, to be `run` in any thread; None if it asks for none.
 
         Prompts that need the same stored sequence share one.
@@ -151,7 +164,7 @@ class PromptCache:
         if self._restores is None:
             return None
         wanted, space = as_tokens(tokens), self._peek(namespace)
-        look = self._lookup.look(wanted, space)
+        look = self._lookup.look(wanted, space, alternatives=alternatives)
         if look.cold is None:
             return None
         return self._restores.start(look.cold, space, wanted, look.plan.ram_tokens)
@@ -161,11 +174,12 @@ class PromptCache:
         tokens: TokenSource,
         namespace: str = "",
         restoration: Restoration | None = None,
+        alternatives: int | None = None,
     ) -> PromptLease | None:
         """What `take` does once nothing is left to read; `restoration`, if any, must have run."""
         self._settle()
         wanted, space = as_tokens(tokens), self._space(namespace)
-        look = self._lookup.look(wanted, space, self._promote(restoration, space))
+        look = self._lookup.look(wanted, space, self._promote(restoration, space), alternatives)
         found = before = look.plan.ram_tokens
         if restoration is not None:
             before = min(restoration.ram_tokens, found)
@@ -178,10 +192,13 @@ class PromptCache:
         _count(space, plan)
         if not found:
             return None
+        logprobs = None if alternatives is None else known_logprobs(look.match.walk)[: found + 1]
         node = self._intake.boundary(space, look.match.walk, found)
         space.tree.touch(node)
         self._holdings.use_checkpoint(node)
-        return self._lender.lend(space, node, plan)
+        lease = self._lender.lend(space, node, plan)
+        lease.logprobs = logprobs
+        return lease
 
     def renew(self, tokens: TokenSource, namespace: str = "") -> PromptLease | None:
         """A lease on what RAM has of a prompt that runs already; no look-up is counted."""
@@ -198,11 +215,13 @@ class PromptCache:
         """How many leases, this one included, read the extent that it ends in; 0 for no KV."""
         return self._lender.readers(lease.ranges[-1].extent) if lease.ranges else 0
 
-    def peek_prefix_len(self, tokens: TokenSource, namespace: str = "") -> int:
+    def peek_prefix_len(
+        self, tokens: TokenSource, namespace: str = "", alternatives: int | None = None
+    ) -> int:
         """Tokens of a prompt that RAM can serve. Refreshes nothing."""
         self._guard.check()
         wanted = as_tokens(tokens)
-        return self._peek(namespace).match(wanted, len(wanted) - 1).length
+        return self._peek(namespace).match(wanted, len(wanted) - 1, alternatives).length
 
     def find_exact(self, tokens: TokenSource, namespace: str = "") -> Entry | None:
         """The entry of exactly these tokens, if all of it is in RAM and usable at its end."""
@@ -234,10 +253,13 @@ class PromptCache:
         caches: Sequence[Any] | Row,
         namespace: str = "",
         lease: PromptLease | None = None,
+        logprobs: Logprobs | None = None,
     ) -> Stored:
         """Store the KV of `tokens`, held by `caches` at that offset; the caller keeps them.
 
-        Takes mlx-lm cache objects, clones, or a row. `lease` is the one the caches were taken with.
+        Takes mlx-lm cache objects, clones, or a row. `lease` is the one the caches were taken with,
+        `logprobs` are those of the tokens, NaN where they are unknown; what is stored without gets
+        them too, if there is room.
         Raises `CacheError` if they do not hold exactly these tokens or differ from the namespace's,
         `UnsupportedCacheKind` for a class without a codec; nothing is changed then.
         """
@@ -247,11 +269,11 @@ class PromptCache:
             return Stored(0, 0, "off")
         space = self._space(namespace)
         try:
-            row = validated(key, caches, space, lease)
+            row = validated(key, caches, space, lease, logprobs)
         except SwarmError:
             space.counts["rejected"] += 1
             raise
-        stored, node = self._intake.store(space, key, row)
+        stored, node = self._intake.store(space, key, row, logprobs)
         if node is None:
             self._refused(space, key, row, stored)
             return stored

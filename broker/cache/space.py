@@ -8,6 +8,7 @@ from ..trace.events import MissReason
 from .eviction import EvictionQueue
 from .extents import ExtentRange
 from .layout import Layout
+from .logprobs import lacks_logprobs, usable_length
 from .node import Node
 from .prefix_hash import Tokens
 from .statistics import NamespaceStatistics
@@ -40,17 +41,22 @@ class Space:
         self._clock = clock
         self.tree = PrefixTree(name, clock=clock, observer=self._observer)
 
-    def match(self, tokens: Tokens, limit: int) -> Match:
-        """The deepest usable length up to `limit`. Changes nothing."""
+    def match(self, tokens: Tokens, limit: int, alternatives: int | None = None) -> Match:
+        """The deepest usable length up to `limit`. Changes nothing.
+
+        With `alternatives` the log-probabilities of the tokens are needed too, and that many of
+        the likeliest tokens in each one's place.
+        """
         walk = self.tree.walk(tokens)
-        length = min(walk.length, limit)
+        length = max(min(usable_length(walk, alternatives), limit), 0)
+        reason: MissReason | None = "no_logprobs" if lacks_logprobs(walk, alternatives) else None
         layout = self.layout
-        if layout is None or not (layout.has_state or layout.has_windows) or length <= 0:
-            return Match(walk, max(length, 0), None)
+        if layout is None or not (layout.has_state or layout.has_windows) or not length:
+            return Match(walk, length, reason)
         spans = [node.span for node in walk.path if isinstance(node.span, ExtentRange)]
         marks = [node.stop for node in walk.path if node.checkpoint is not None]
         valid = layout.valid_length(spans, marks, length)
-        return Match(walk, valid.length, valid.reason)
+        return Match(walk, valid.length, valid.reason or reason)
 
     def usable_at(self, node: Node) -> bool:
         """Whether a clone can end exactly where `node` ends."""

@@ -11,6 +11,7 @@ from ..request import Request
 from ..sampling import Sampling
 from .grammar import Grammars
 from .lane import Lane
+from .prompt_logprobs import PromptLogprobs
 from .row import Row
 from .sampling import SeedSource, SpecialTokens, sampler_for
 from .submission import Submission
@@ -35,6 +36,9 @@ class Admission:
         self._check(prompt)
         self._check_bias(request.sampling)
         max_tokens = min(request.max_tokens, self._model.context_length - len(prompt))
+        asked = None
+        if request.prompt_logprobs:
+            asked = PromptLogprobs(prompt, request.top_logprobs, self._vocabulary)
         special, grammar = self._special, None
         if request.grammar is not None:
             grammar = self._grammars.start(request.grammar, request.sampling.min_tokens)
@@ -62,6 +66,7 @@ class Admission:
             lane=lane,
             ends=self._ends,
             grammar=grammar,
+            prompt_logprobs=asked,
         )
 
     def _prompt(self, request: Request) -> tuple[Tokens, tuple[int, ...]]:

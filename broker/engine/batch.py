@@ -29,6 +29,7 @@ from .ahead import TILE_ALONE, Ahead
 from .batch_test import batch_test
 from .decode_batch import DecodeStatistics
 from .pace import LEAST_CUDA, Pace
+from .prompt_logprobs import gather
 from .replicated import ReplicatedDecoder
 from .row import Row, RowToken
 from .self_test import self_test
@@ -147,9 +148,13 @@ class BatchLane:
         self._guard.check()
         self._namespaces.add(row.namespace)
         if row.reads_cache:
-            row.lease = self._cache.lease(row.prompt, row.namespace, restoration)
-            row.plan = row.lease.plan if row.lease else self._cache.plan(row.prompt, row.namespace)
+            asked = row.prompt, row.namespace
+            lacking = row.lacking_alternatives
+            row.lease = self._cache.lease(*asked, restoration, lacking)
+            row.plan = row.lease.plan if row.lease else self._cache.plan(*asked, lacking)
         if row.lease is not None:
+            if row.prompt_logprobs is not None and row.lease.logprobs is not None:
+                row.prompt_logprobs.know(row.lease.logprobs)
             row.position = row.stored = row.lease.length
             row.ram_tokens, row.cold_tokens = row.lease.ram_tokens, row.lease.cold_tokens
         if self.can_seat(row):
@@ -201,10 +206,14 @@ class BatchLane:
         the piece before is computed.
         """
         self._guard.check()
-        cuts = range((row.position // TILE_ALONE + 1) * TILE_ALONE, stop, TILE_ALONE)
+        asked = row.prompt_logprobs
+        size = TILE_ALONE if asked is None else min(TILE_ALONE, asked.tile)
+        cuts = range((row.position // size + 1) * size, stop, size)
         for start, end in pairwise([row.position, *cuts, stop]):
-            self._model.model(mx.array(row.prompt[start:end])[None], cache=row.caches)
-            self._ahead.start(_arrays(row.caches), end - start)
+            logits = self._model.model(mx.array(row.prompt[start:end])[None], cache=row.caches)
+            gathered = gather(logits[0], [(asked, start, end - start)]) if asked else []
+            del logits
+            self._ahead.start([*gathered, *_arrays(row.caches)], end - start)
         row.position = stop
 
     def store(self, row: Row, shared: int) -> bool:
@@ -294,8 +303,10 @@ class BatchLane:
         self._guard.check()
         if not row.reads_cache:
             return False
+        asked = row.prompt_logprobs
         try:
-            return self._cache.put(tokens, caches, row.namespace, row.lease).stored
+            logprobs = asked.own(len(tokens)) if asked is not None else None
+            return self._cache.put(tokens, caches, row.namespace, row.lease, logprobs).stored
         except SwarmError:
             return False
         except (MemoryError, RuntimeError):  # MLX raises these where it finds no memory

@@ -26,6 +26,7 @@ from .grammar import choose_by_grammar
 from .kernels.launch import MAX_SPANS
 from .logprobs import StepLogprobs, step_logprobs
 from .placement import Afford, Placement
+from .prompt_logprobs import gather
 from .sampling import sample
 from .seat import Seat, SeatRow, States, zero_states
 from .sharing import Piece, Sharing
@@ -98,11 +99,11 @@ class DecodeBatch:
 
         If the model raises, what was not started has not changed, but that seats have tails.
         """
-        while parts:
-            served, sharing = self._served(parts)
-            for tile in _tiles(served, TILE_TOGETHER):
-                self._prefill(tile, sharing if len(tile) == len(served) else None)
-            parts = parts[len(served) :]
+        # Who asks for log-probabilities has logits computed, which nobody else is to pay for.
+        asked = {seat: seat.prompt_logprobs for seat, _ in parts if seat.prompt_logprobs}
+        self._prefill_tiles([each for each in parts if each[0] not in asked], TILE_TOGETHER)
+        size = min([TILE_TOGETHER, *(each.tile for each in asked.values())])
+        self._prefill_tiles([each for each in parts if each[0] in asked], size)
 
     def add(self, seat: Seat) -> None:
         """Let a seat, whose prompt is computed, decode from the next step on that is dispatched."""
@@ -215,6 +216,13 @@ class DecodeBatch:
             parts = parts[: len(parts) // 2]
         return parts, None
 
+    def _prefill_tiles(self, parts: Sequence[tuple[Seat, int]], size: int) -> None:
+        while parts:
+            served, sharing = self._served(parts)
+            for tile in _tiles(served, size):
+                self._prefill(tile, sharing if len(tile) == len(served) else None)
+            parts = parts[len(served) :]
+
     def _prefill(self, parts: Sequence[tuple[Seat, int]], sharing: Sharing | None) -> None:
         seats, counts = [seat for seat, _ in parts], [count for _, count in parts]
         self._parked.update(dict.fromkeys(seats))
@@ -226,12 +234,18 @@ class DecodeBatch:
         leaves = self._leaf_caches(state, zero_states(self._layout))
         before = self._slabs.snapshot()
         try:
-            self._model(tokens[:, None], cache=kinds.nest(self._layout, leaves))
+            logits = self._model(tokens[:, None], cache=kinds.nest(self._layout, leaves))
+            asked = [
+                (seat.prompt_logprobs, seat.length, count)
+                for seat, count in parts
+                if seat.prompt_logprobs is not None
+            ]
+            gathered = gather(logits[:, -1, :], asked) if asked else []
         except BaseException:
             self._slabs.restore(before)
             raise
-        del before
-        self._ahead.start(self._slabs.arrays, sum(counts))
+        del before, logits
+        self._ahead.start([*gathered, *self._slabs.arrays], sum(counts))
         for seat, count in parts:
             seat.ahead = seat.ahead[count:]
             seat.length += count

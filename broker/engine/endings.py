@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec
 
 from ..errors import DeadlineExceeded, EngineFailed, SwarmError
-from ..request import Completed, Delta, FinishReason, RequestId, Usage
+from ..request import Completed, Delta, FinishReason, RequestId, TokenLogprob, Usage
 from ..trace import events
 from ..trace.recorder import Recorder
 from .memory import RowMemory
@@ -60,6 +60,8 @@ class Endings:
 
     def end(self, row: Row, reason: FinishReason) -> None:
         """The one way out for a request that did not fail."""
+        # First of all, because it may fail; then the row has not ended yet.
+        asked = row.prompt_logprobs.items() if row.prompt_logprobs is not None else ()
         rest = row.text.finish()
         # The last characters can complete a stop string too.
         reason = "stop" if row.text.stopped and reason == "length" else reason
@@ -78,7 +80,7 @@ class Endings:
                 finish_reason=reason,
                 output_tokens=len(row.output),
             )
-        row.mailbox.put(self._completed(row, reason))
+        row.mailbox.put(self._completed(row, reason, asked))
 
     def expire(self, row: Row) -> None:
         """The way out for a request past its deadline: an error, but what it computed is kept."""
@@ -122,7 +124,9 @@ class Endings:
         self._scheduler.ended(row.id)
         self.usage += row.usage(self._recorder.now())
 
-    def _completed(self, row: Row, reason: FinishReason) -> Completed:
+    def _completed(
+        self, row: Row, reason: FinishReason, asked: tuple[TokenLogprob | None, ...]
+    ) -> Completed:
         first = row.submitted if row.first_token is None else row.first_token
         return Completed(
             request=row.id,
@@ -133,6 +137,7 @@ class Endings:
             ttft_seconds=first - row.submitted,
             prompt=tuple(row.prompt.tolist()),
             logprobs=tuple(row.logprobs),
+            prompt_logprobs=asked,
         )
 
 

@@ -202,6 +202,7 @@ class EngineLoop:
             party=Party(request.tenant, request.swarm, request.agent),
             priority=request.priority,
             deadline=row.deadline,
+            alternatives=row.lacking_alternatives,
         )
 
     def cancel(self, request: RequestId) -> None:
@@ -407,12 +408,14 @@ class EngineLoop:
         if self._cold is None or not row.reads_cache:
             return False
         if self._restoring.is_busy:
-            if not self.cache.plan(row.prompt, row.namespace).cold_tokens:
+            plan = self.cache.plan(row.prompt, row.namespace, row.lacking_alternatives)
+            if not plan.cold_tokens:
                 return False
             self.scheduler.restoring(row.id)
             self._restoring.wait(row)
             return True
-        restoration = self.cache.restoration(row.prompt, row.namespace)
+        lacking = row.lacking_alternatives
+        restoration = self.cache.restoration(row.prompt, row.namespace, lacking)
         if restoration is None:
             return False
         self.scheduler.restoring(row.id)

@@ -108,7 +108,8 @@ class RowMemory:
     def _known(self, row: Row) -> int:
         if not row.reads_cache:
             return 0
-        return self._cache.peek_prefix_len(row.prompt, row.namespace)
+        lacking = row.lacking_alternatives
+        return self._cache.peek_prefix_len(row.prompt, row.namespace, lacking)
 
     def _promise(self, row: Row, need: int) -> None:
         if row.memory is not None:

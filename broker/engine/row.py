@@ -12,6 +12,7 @@ from ..request import Request, RequestId, TokenLogprob, Usage
 from .grammar import GrammarState
 from .lane import Lane
 from .mailbox import Mailbox
+from .prompt_logprobs import PromptLogprobs
 from .text import TextStream
 
 
@@ -39,6 +40,7 @@ class Row:
         lane: Lane,
         ends: frozenset[int] = frozenset(),
         grammar: GrammarState | None = None,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
         self.id = request_id
         self.request = request
@@ -51,6 +53,7 @@ class Row:
         self.grammar = grammar
         self.lane = lane
         self.ends = ends
+        self.prompt_logprobs = prompt_logprobs
         self.text = text
         self.plan: Plan | None = None
         self.lease: PromptLease | None = None
@@ -82,6 +85,14 @@ class Row:
     def top_logprobs(self) -> int | None:
         """How many alternatives come with a token's log-probability; None if it asks for none."""
         return self.request.top_logprobs if self.request.logprobs else None
+
+    @property
+    def lacking_alternatives(self) -> int | None:
+        """How many alternatives come with the log-probabilities of the prompt that are still to be
+        computed; None if there are none.
+        """
+        asked = self.prompt_logprobs
+        return None if asked is None or asked.is_complete else asked.alternatives
 
     def usage(self, now: float) -> Usage:
         """What the row has cost until `now`; prompt tokens not reached are not counted."""

@@ -78,12 +78,14 @@ class _Entry(Claim):
         priority: int,
         max_tokens: int,
         lane: LanePolicy,
+        alternatives: int | None,
     ) -> None:
         super().__init__(account, priority, len(tokens) + max_tokens)
         self.request = request
         self.lane = lane
         self.tokens = tokens
         self.namespace = namespace
+        self.alternatives = alternatives
         self.end = len(tokens) - 1
         self.boundaries = frozenset(boundaries)
         self.state = _State.QUEUED
@@ -116,7 +118,8 @@ class _Entry(Claim):
 class Scheduler:
     """Decides on the next piece of work; told what became of it.
 
-    `known(tokens, namespace)` is how many tokens of a prompt memory has now. `has_memory(request)`
+    `known(tokens, namespace)` is how many tokens of a prompt memory has now; it is asked with a
+    third argument, `alternatives`, for a request that needs those too. `has_memory(request)`
     says whether a request may run now. If not, it stays the next of its priority and those behind
     it wait as well, so that nobody is overtaken for ever. `clock` is what deadlines and aging go
     by. `computed(request)` are the tokens that a decoding row of a lane that donates could store.
@@ -124,7 +127,7 @@ class Scheduler:
 
     def __init__(
         self,
-        known: Callable[[Tokens, str], int],
+        known: Callable[..., int],
         *,
         max_rows: int,
         clock: Clock,
@@ -169,13 +172,18 @@ class Scheduler:
         party: Party = NOBODY,
         priority: int = 0,
         deadline: float | None = None,
+        alternatives: int | None = None,
     ) -> None:
         """Queue a request for up to `max_tokens` new tokens. Without a namespace it neither shares
-        nor stores; `deadline` is on the clock.
+        nor stores; `deadline` is on the clock. With `alternatives` the log-probabilities of its
+        prompt are needed, and that many of the likeliest tokens with each: it follows only who
+        computes the same, and with alternatives, which nobody stores, nobody.
         """
         marks = boundaries if namespace is not None else ()
         account = self._accounts.agent(party)
-        entry = _Entry(request, tokens, namespace, marks, account, priority, max_tokens, lane)
+        entry = _Entry(
+            request, tokens, namespace, marks, account, priority, max_tokens, lane, alternatives
+        )
         self._entries[request] = entry
         if deadline is not None:
             self._deadlines.add(request, deadline)
@@ -450,6 +458,8 @@ class Scheduler:
         """Tokens of the prompt that the leader can store for it."""
         if entry.namespace is None or entry.namespace != leader.namespace:
             return 0
+        if entry.alternatives is not None and (entry.alternatives or leader.alternatives is None):
+            return 0
         common = entry.common.get(leader.request)
         if common is None:
             # Most part right where the stored prefix ends: one token tells.
@@ -460,7 +470,7 @@ class Scheduler:
             entry.common[leader.request] = common
         if leader.state is not _State.DECODING:
             return min(common, entry.end, leader.end)
-        if common == len(leader.tokens):
+        if common == len(leader.tokens) and entry.alternatives is None:
             common = common_prefix_length(entry.tokens, self._computed(leader.request))
         return min(common, entry.end)
 
@@ -468,7 +478,10 @@ class Scheduler:
         if entry.namespace is None:
             return 0
         if entry.looked_up_at != self._memory_version:
-            entry.in_memory = self._known(entry.tokens, entry.namespace)
+            asked = () if entry.alternatives is None else (entry.alternatives,)
+            found = self._known(entry.tokens, entry.namespace, *asked)
+            # One token of what a leader stores with log-probabilities is computed again.
+            entry.in_memory = found + 1 if found and asked else found
             entry.looked_up_at = self._memory_version
         return entry.in_memory
 

@@ -12,6 +12,7 @@ from ..cache.prefix_hash import Tokens
 from ..cache.runs import Runs, intersect_runs
 from ..cache.segments import Segment, coverage, select
 from .grammar import GrammarState
+from .prompt_logprobs import PromptLogprobs
 from .sharing import Piece
 from .slabs import Tail, TailSlabs
 
@@ -29,7 +30,8 @@ class Seat:
     are where its KV is before it has a tail; without segments all of it is on the path. `sampled`
     counts the tokens chosen, of at most `max_tokens`; `outputs` are those that were read. `grammar`
     is what they keep to, if anything. `top_logprobs` is how many alternatives come with each
-    token's log-probability, None for no log-probabilities.
+    token's log-probability, None for no log-probabilities; `prompt_logprobs` gets those of the
+    prompt, if they are asked for.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Seat:
         ahead: Sequence[int] | Tokens = (),
         grammar: GrammarState | None = None,
         top_logprobs: int | None = None,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
         self.path = tuple(path)
         self.segments = segments
@@ -56,6 +59,7 @@ class Seat:
         self.sampler = sampler
         self.grammar = grammar
         self.top_logprobs = top_logprobs
+        self.prompt_logprobs = prompt_logprobs
         self.reach = path[-1].stop if path else 0
         own = length - self.reach + len(ahead) + 1
         self.tail = Tail(own + max_tokens, reserve=own if len(ahead) else 0)

@@ -254,6 +254,7 @@ class SharedDecoder:
             sampler=row.sampler,
             grammar=row.grammar,
             top_logprobs=row.top_logprobs,
+            prompt_logprobs=row.prompt_logprobs,
         )
 
     def _segments(self, row: Row) -> Sequence[Sequence[Segment]]:

@@ -16,6 +16,7 @@ MissReason = Literal[
     "cold_start",
     "diverged",
     "no_checkpoint",
+    "no_logprobs",
     "window_gone",
     "evicted",
     "namespace",

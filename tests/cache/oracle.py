@@ -41,10 +41,15 @@ class Lost(NamedTuple):
 
 
 class _Entry:
-    """One `put`: its tokens, deep copies of every layer, how many tokens are still held."""
+    """One `put`: its tokens, deep copies of every layer, how many tokens are held. `known` are
+    those whose log-probability came along.
+    """
 
-    def __init__(self, tokens: Array, caches: Sequence[Any], layers: list[Content]) -> None:
+    def __init__(
+        self, tokens: Array, caches: Sequence[Any], layers: list[Content], known: Array
+    ) -> None:
         self.tokens = tokens
+        self.known = known
         self.caches = caches
         self.layers = layers
         self.held = len(tokens)
@@ -90,10 +95,12 @@ class LinearPromptCache:
         caches: Sequence[Any],
         namespace: str = "",
         lease: PromptLease | None = None,
+        logprobs: Array | None = None,
     ) -> Stored:
         """Keep deep copies of everything the caches hold."""
         before = self._longest(_array(tokens), namespace)
-        entry = _Entry(_array(tokens), materialise(caches), contents(caches))
+        known = np.zeros(len(tokens), bool) if logprobs is None else ~np.isnan(logprobs)
+        entry = _Entry(_array(tokens), materialise(caches), contents(caches), known)
         self._entries.setdefault(namespace, []).append(entry)
         if self.on_put is not None:
             self.on_put(namespace, entry.tokens)
@@ -127,9 +134,25 @@ class LinearPromptCache:
         self._entries[namespace] = kept
         return Lost(tokens, states)
 
-    def usable(self, tokens: Sequence[int], namespace: str = "") -> int:
-        """The greatest length below len(tokens) at which every layer is known."""
-        return self._deepest(_array(tokens), len(tokens) - 1, namespace)
+    def usable(
+        self, tokens: Sequence[int], namespace: str = "", alternatives: int | None = None
+    ) -> int:
+        """The greatest length below len(tokens) at which every layer is known; with `alternatives`,
+        at which no log-probability is lacking, that of the token after it included.
+        """
+        limit = len(tokens) - 1
+        if alternatives is not None:
+            unknown = np.flatnonzero(~self.known_logprobs(tokens, namespace))
+            first = int(unknown[0]) if len(unknown) else len(tokens)
+            limit = 0 if alternatives else min(limit, max(first - 1, 0))
+        return self._deepest(_array(tokens), limit, namespace)
+
+    def known_logprobs(self, tokens: Sequence[int], namespace: str = "") -> Array:
+        """Of which tokens the log-probability came with an entry that still has the token."""
+        known = np.zeros(len(tokens), bool)
+        for entry, shared in self._matching(_array(tokens), namespace):
+            known[:shared] |= entry.known[:shared]
+        return known
 
     def layers(self, prompt: Array, length: int, namespace: str) -> list[Content]:
         """What every layer holds at `length`, from whichever entries have it."""

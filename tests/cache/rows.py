@@ -102,6 +102,14 @@ def prefix_states(tokens: Sequence[int]) -> Array:
     return np.array(states, dtype=np.uint64)
 
 
+def logprobs_of(tokens: Sequence[int]) -> Array:
+    """A log-probability per token, which depends on all tokens up to it. [tokens] float32"""
+    states = prefix_states(tokens)
+    logprobs = -(states % np.uint64(4096)).astype(np.float32) / 256
+    logprobs[:1] = 0.0
+    return logprobs
+
+
 def rows_of(states: Array, layer: int, plane: int, dim: int) -> Array:
     """Rows that depend on a token's state, its layer and its plane. [heads, tokens, dim] float32"""
     salt = np.arange(HEADS * dim, dtype=np.uint64).reshape(HEADS, 1, dim)

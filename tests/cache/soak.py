@@ -75,11 +75,11 @@ class Life:
 
     def put(self) -> None:
         family, tokens = self._prompt()
-        self.world.put(family, tokens, self.random.randint(1, 9))
+        self.world.put(family, tokens, self.random.randint(1, 9), self._known_logprobs())
         self._know(family, tokens)
 
     def take(self) -> None:
-        self.world.take(*self._prompt())
+        self.world.take(*self._prompt(), self.random.choice([None, None, None, 0, 0, 3]))
 
     def step(self) -> None:
         self.world.step(self._running(), self._tokens(6))
@@ -90,7 +90,7 @@ class Life:
     def put_running(self) -> None:
         index = self._running()
         running = self.world.running[index]
-        self.world.put_running(index)
+        self.world.put_running(index, self._known_logprobs())
         self._know(running.namespace, list(running.tokens))
 
     def release(self) -> None:
@@ -141,6 +141,9 @@ class Life:
 
     def _tokens(self, most: int) -> list[int]:
         return [self.random.randint(0, 2) for _ in range(self.random.randint(1, most))]
+
+    def _known_logprobs(self) -> tuple[bool, ...]:
+        return self.random.choice([(), (), (True,), (True, True, True, False)])
 
     def _running(self) -> int:
         return self.random.randrange(len(self.world.running))

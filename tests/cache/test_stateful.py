@@ -13,6 +13,8 @@ from tests.cache.rows import FAMILIES
 from tests.cache.world import World, constant_hashes
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=20)
+KNOWN = st.sampled_from([(), (), (True,), (True,), (True, True, True, False)])
+ALTERNATIVES = st.sampled_from([None, None, None, 0, 0, 3])
 SETTINGS = settings(
     max_examples=12,
     stateful_step_count=25,
@@ -50,16 +52,16 @@ class CacheMachine(RuleBasedStateMachine):
         self.world = World(families, max_bytes, cold)
         self.puts = [(families[0], [0])]
 
-    @rule(data=st.data(), tokens=TOKENS, chunk=st.integers(1, 9))
-    def put(self, data: Any, tokens: list[int], chunk: int) -> None:
+    @rule(data=st.data(), tokens=TOKENS, chunk=st.integers(1, 9), known=KNOWN)
+    def put(self, data: Any, tokens: list[int], chunk: int, known: tuple[bool, ...]) -> None:
         family, stem = self._stem(data)
-        self.world.put(family, [*stem, *tokens], chunk)
+        self.world.put(family, [*stem, *tokens], chunk, known)
         self.puts.append((family, [*stem, *tokens]))
 
-    @rule(data=st.data(), tokens=TOKENS)
-    def take(self, data: Any, tokens: list[int]) -> None:
+    @rule(data=st.data(), tokens=TOKENS, alternatives=ALTERNATIVES)
+    def take(self, data: Any, tokens: list[int], alternatives: int | None) -> None:
         family, stem = self._stem(data)
-        self.world.take(family, [*stem, *tokens])
+        self.world.take(family, [*stem, *tokens], alternatives)
 
     @precondition(lambda self: self.world.running)
     @rule(data=st.data(), tokens=TOKENS)
@@ -72,9 +74,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.world.trim(self._running(data), count)
 
     @precondition(lambda self: self.world.running)
-    @rule(data=st.data())
-    def put_running(self, data: Any) -> None:
-        self.world.put_running(self._running(data))
+    @rule(data=st.data(), known=KNOWN)
+    def put_running(self, data: Any, known: tuple[bool, ...]) -> None:
+        self.world.put_running(self._running(data), known)
 
     @precondition(lambda self: self.world.running)
     @rule(data=st.data())

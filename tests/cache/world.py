@@ -15,12 +15,23 @@ from mlx_swarm.broker.cache.extents import Extent, ExtentRange
 from mlx_swarm.broker.cache.kinds import layout_of, materialise
 from mlx_swarm.broker.cache.layout import Layout, TokenLeaf
 from mlx_swarm.broker.cache.lease import PromptLease
+from mlx_swarm.broker.cache.node import Node
 from mlx_swarm.broker.cache.prompt_cache import PromptCache
 from mlx_swarm.broker.errors import CacheError
 from mlx_swarm.broker.trace.events import Demoted, Event, Evicted
 from tests.cache.fake_cold import FakeColdStore, OwnedSink, SyncSink
 from tests.cache.oracle import LinearPromptCache, Lost, Resident
-from tests.cache.rows import STATEFUL, Content, Rows, advance, build, contents, same
+from tests.cache.rows import (
+    STATEFUL,
+    Array,
+    Content,
+    Rows,
+    advance,
+    build,
+    contents,
+    logprobs_of,
+    same,
+)
 
 
 class Clock:
@@ -83,18 +94,25 @@ class World:
             self._evicted += 1
             self._forget_evicted()
 
-    def put(self, family: str, tokens: Sequence[int], chunk: int = 5) -> None:
-        """Compute a sequence from nothing and store it."""
-        self._store(family, tokens, build(family, tokens, chunk))
+    def put(
+        self, family: str, tokens: Sequence[int], chunk: int = 5, known: Sequence[bool] = ()
+    ) -> None:
+        """Compute a sequence from nothing and store it; `known`, over and over, says which tokens'
+        log-probabilities come along.
+        """
+        self._store(family, tokens, build(family, tokens, chunk), known=known)
 
-    def take(self, family: str, tokens: Sequence[int]) -> None:
+    def take(self, family: str, tokens: Sequence[int], alternatives: int | None = None) -> None:
         """Take a prompt, compare length and bytes, keep the lease."""
-        plan, in_ram = self.cache.plan(tokens, family), self.oracle.usable(tokens, family)
+        plan = self.cache.plan(tokens, family, alternatives)
+        in_ram = self.oracle.usable(tokens, family, alternatives)
         assert plan.ram_tokens == in_ram, (family, tokens, plan, in_ram)
+        assert in_ram == self.cache.peek_prefix_len(tokens, family, alternatives)
         assert plan.reason is not None or plan.to_prefill == 1
+        assert alternatives is None or not plan.cold_tokens
         match = self._cold_match(family, tokens) if plan.cold_tokens else None
         restores = self._restores()
-        lease = self.cache.take(tokens, family)
+        lease = self.cache.take(tokens, family, alternatives)
         length = lease.length if lease is not None else 0
         if match is not None:
             self._restored(family, match, self._restores() > restores)
@@ -102,6 +120,8 @@ class World:
         assert length == in_ram, (family, tokens, length, in_ram)
         if lease is not None:
             assert length == lease.ram_tokens + lease.cold_tokens
+            if alternatives is not None:
+                assert np.array_equal(lease.logprobs, logprobs_of(tokens)[: length + 1])  # type: ignore[arg-type]
             self._compare(family, tokens[:length], lease.caches)
             self.running.append(Running(lease, family, list(tokens[:length]), lease.caches))
         self.check()
@@ -130,12 +150,13 @@ class World:
         self._compare(running.namespace, running.tokens, running.caches)
         assert self.checksum() == before
 
-    def put_running(self, index: int) -> None:
+    def put_running(self, index: int, known: Sequence[bool] = ()) -> None:
         """Store what a clone holds by now."""
         running = self.running[index]
         lease = running.lease
         fits = running.tokens[: lease.length] == lease.tokens.tolist()
-        self._store(running.namespace, running.tokens, running.caches, lease if fits else None)
+        lent = lease if fits else None
+        self._store(running.namespace, running.tokens, running.caches, lent, known)
 
     def release(self, index: int) -> None:
         """End a clone, twice."""
@@ -183,6 +204,8 @@ class World:
     def check(self) -> None:
         """Everything that must hold between two steps."""
         self.cache.check_integrity()
+        for family in self.families:
+            self._check_logprobs(family)
         lost = self._forget_evicted()
         assert not lost.tokens, lost
         if lost.states:
@@ -232,16 +255,44 @@ class World:
         tokens: Sequence[int],
         caches: list[Any],
         lease: PromptLease | None = None,
+        known: Sequence[bool] = (),
     ) -> None:
-        before = self._evicted
-        stored = self.cache.put(tokens, caches, family, lease)
+        before, logprobs = self._evicted, None
+        if known:
+            logprobs = logprobs_of(tokens)
+            logprobs[~np.resize(np.array(known), len(tokens))] = np.nan
+        stored = self.cache.put(tokens, caches, family, lease, logprobs)
         if stored.stored:
-            self.oracle.put(tokens, caches, family)
+            kept = logprobs if self._were_kept(family, tokens, logprobs) else None
+            self.oracle.put(tokens, caches, family, logprobs=kept)
         if self._evicted > before:
             # The new entry itself may be cold by now.
             self._forget_evicted()
         self.check_cap()
         self.check()
+
+    def _were_kept(self, family: str, tokens: Sequence[int], logprobs: Array | None) -> bool:
+        """Whether those that came with a put are there: all, unless there was no room for them."""
+        if logprobs is None:
+            return False
+        walk = self.cache.tree(family).walk(tokens)
+        held = np.concatenate([_logprobs(node) for node in walk.path] or [logprobs[:0]])
+        held = held[: walk.length]
+        lacking = np.isnan(held) & ~np.isnan(logprobs[: len(held)])
+        assert not lacking.any() or self.cache.max_bytes < 1 << 20
+        return not lacking.any()
+
+    def _check_logprobs(self, family: str) -> None:
+        """Those that are stored are those of the tokens they are stored with."""
+        tree = self.cache.tree(family)
+        for node in tree.nodes():
+            held, tokens = _logprobs(node), tree.tokens_of(node)
+            is_known = ~np.isnan(held)
+            assert np.array_equal(
+                held[is_known], logprobs_of(tokens.tolist())[node.start :][is_known]
+            )
+            known = self.oracle.known_logprobs(tokens.tolist(), family)[node.start :]
+            assert np.array_equal(is_known, known), (family, node)
 
     def _cold_match(self, family: str, tokens: Sequence[int]) -> ColdMatch:
         """What a plan wants restored."""
@@ -297,6 +348,12 @@ def resident(cache: PromptCache, namespace: str) -> list[Resident]:
         for leaf in tree.nodes()
         if not leaf.children
     ]
+
+
+def _logprobs(node: Node) -> Array:
+    """Those of a node's tokens, NaN where they are not known."""
+    held = node.span.logprobs if isinstance(node.span, ExtentRange) else None
+    return np.full(len(node), np.nan, np.float32) if held is None else held
 
 
 def _bytes(extent: Extent) -> tuple[bytes, ...]:

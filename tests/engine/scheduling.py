@@ -86,6 +86,8 @@ class FakeEngine:
         self.lanes: dict[RequestId, FakeLane] = {}
         self.served: Counter[Party] = Counter()
         self.memory: list[tuple[str, Tokens]] = []
+        self.alternatives: dict[RequestId, int | None] = {}
+        self.with_logprobs: list[tuple[str, Tokens]] = []
         self.computed: Counter[tuple[str | None, bytes]] = Counter()
         self.log: list[Work] = []
 
@@ -101,6 +103,7 @@ class FakeEngine:
         deadline: float | None = None,
         output: int = 0,
         lane: FakeLane | None = None,
+        alternatives: int | None = None,
     ) -> RequestId:
         request = RequestId(name)
         prompt = np.array(tokens, np.uint32)
@@ -110,6 +113,7 @@ class FakeEngine:
         self.outputs[request] = output or self.output
         self.parties[request] = party or Party()
         self.lanes[request] = lane or self.lane
+        self.alternatives[request] = alternatives
         self.scheduler.submit(
             request,
             prompt,
@@ -120,12 +124,17 @@ class FakeEngine:
             party=self.parties[request],
             priority=priority,
             deadline=None if deadline is None else self.now + deadline,
+            alternatives=alternatives,
         )
         return request
 
-    def known(self, tokens: Tokens, namespace: str) -> int:
-        found = (common_prefix_length(tokens, kept) for at, kept in self.memory if at == namespace)
-        return min(max(found, default=0), len(tokens) - 1)
+    def known(self, tokens: Tokens, namespace: str, alternatives: int | None = None) -> int:
+        memory = self.memory if alternatives is None else self.with_logprobs
+        found = (common_prefix_length(tokens, kept) for at, kept in memory if at == namespace)
+        longest = max(found, default=0)
+        if alternatives is not None:
+            longest = 0 if alternatives else max(longest - 1, 0)
+        return min(longest, len(tokens) - 1)
 
     def turn(self) -> Work | None:
         """One piece of work, done."""
@@ -139,7 +148,9 @@ class FakeEngine:
         match work:
             case Admit(request):
                 prompt, namespace = self.prompts[request]
-                self.positions[request] = self.known(prompt, namespace) if namespace else 0
+                alternatives = self.alternatives[request]
+                found = self.known(prompt, namespace, alternatives) if namespace else 0
+                self.positions[request] = found
                 self.scheduler.admitted(request, self.positions[request])
             case Prefill(parts):
                 for part in parts:
@@ -175,9 +186,11 @@ class FakeEngine:
         self.scheduler.check_integrity()
 
     def keep(self, request: RequestId) -> None:
-        _, namespace = self.prompts[request]
+        prompt, namespace = self.prompts[request]
         if namespace is not None and not self.refuses:
             self.memory.append((namespace, self.held(request)))
+            if self.alternatives[request] is not None:
+                self.with_logprobs.append((namespace, self.held(request)[: len(prompt)]))
 
     def held(self, request: RequestId) -> Tokens:
         """Everything that a row has computed: of its prompt, then what it has answered."""

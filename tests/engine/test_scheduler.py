@@ -118,6 +118,43 @@ def test_boundaries_are_stored_for_those_who_come_later() -> None:
     assert [part.stop for part in engine.parts] == [40, 80, len(SHARED) + 1]
 
 
+def test_who_needs_log_probabilities_follows_who_computes_them_and_others_follow_anybody() -> None:
+    engine = FakeEngine()
+    asks = {"plain": None, "own": 0, "more": 0, "top": 3, "last": None}
+    for number, (name, alternatives) in enumerate(asks.items()):
+        own = range(number * 10, number * 10 + 5)
+        engine.submit(name, [*SHARED, *own], alternatives=alternatives)
+    engine.drain()
+    assert [(each.request, each.leader) for each in engine.works(Wait)] == [
+        ("more", "own"),
+        ("last", "plain"),
+    ]
+    # Where it parts, the token before is computed again.
+    assert sum(engine.computed.values()) == 3 * (len(SHARED) + 4) + 5 + 4
+
+
+@given(
+    asked=st.lists(
+        st.tuples(
+            st.sampled_from([None, 0, 0, 2]), st.integers(0, 100), st.integers(0, 2), st.booleans()
+        ),
+        min_size=1,
+        max_size=10,
+    ),
+    lasting=st.booleans(),
+    rows=st.integers(1, 4),
+)
+@settings(deadline=None)
+def test_nobody_goes_round_in_circles_for_log_probabilities(
+    asked: list[tuple[int | None, int, int, bool]], lasting: bool, rows: int
+) -> None:
+    engine = FakeEngine(lasting=lasting, max_rows=rows, prefill_chunk=30)
+    for number, (alternatives, shared, own, is_late) in enumerate(asked):
+        engine.turn() if is_late else None
+        engine.submit(f"r{number}", [*SHARED[:shared], own, 7], alternatives=alternatives)
+    engine.drain()
+
+
 def test_other_namespaces_and_uncached_requests_share_nothing() -> None:
     engine = FakeEngine()
     engine.submit("a", [*SHARED, 1], namespace="one")

@@ -136,7 +136,7 @@ def test_events_are_frozen() -> None:
 
 def test_every_reason_can_be_recorded() -> None:
     assert "diverged" in miss_reasons()
-    assert len(set(miss_reasons())) == len(miss_reasons()) == 10
+    assert len(set(miss_reasons())) == len(miss_reasons()) == 11
 
 
 def test_traces_are_read_without_mlx() -> None:
