@@ -58,6 +58,8 @@ class Decoder(Protocol):
     def running(self) -> list[Row]: ...
     @property
     def rows(self) -> list[Row]: ...
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]: ...
     def join(self, row: Row) -> None: ...
     def step(self) -> list[RowToken]: ...
     def holds(self, row: Row) -> bool: ...
@@ -85,12 +87,14 @@ class BatchLane:
         max_rows: int,
         pace: Pace | None = None,
         afford: Callable[[Row, int], bool] = lambda row, reach: True,
+        name: str = "",
     ) -> None:
         self._guard = ThreadGuard()
         self._guard.check()
         self._model = model
         self._cache = cache
         self._pace = pace or Pace(TILE_ALONE)
+        self.name = name or model.name
         self.max_rows = max_rows
         self.exact_stops = not all(type(cache) is KVCache for cache in model.make_caches())
         self._self_test = self_test(model.model)
@@ -106,6 +110,11 @@ class BatchLane:
             else None
         )
         self._decoder: Decoder = self._shared or ReplicatedDecoder(model, max_rows)
+
+    @property
+    def spans(self) -> Sequence[tuple[int, int]]:
+        """What the last step read once for several rows: tokens, and how many rows, of each."""
+        return self._decoder.spans
 
     def chunk(self, decoding: bool) -> int:
         """Prompt tokens to compute at once; with `decoding`, between two steps."""

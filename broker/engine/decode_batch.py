@@ -94,6 +94,12 @@ class DecodeBatch:
         self._state: StepState | None = None
         self._sharing = Sharing([], [])
 
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Tokens and readers of the spans of the last step."""
+        spans = self._sharing.spans
+        return tuple((span.piece.stop - span.piece.start, len(span.rows)) for span in spans)
+
     def prefill(self, parts: Sequence[tuple[Seat, int]]) -> None:
         """Start computing so many more tokens of each seat's prompt.
 

@@ -19,6 +19,14 @@ class Lane(LanePolicy, Protocol):
     """
 
     @property
+    def name(self) -> str:
+        """The name of its model."""
+
+    @property
+    def spans(self) -> Sequence[tuple[int, int]]:
+        """What its last step read once for several rows: tokens, and how many rows, of each."""
+
+    @property
     def running(self) -> "Sequence[Row]":
         """The rows that decode."""
 

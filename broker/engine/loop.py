@@ -79,6 +79,7 @@ class EngineLoop:
         )
         self.cache = PromptCache(settings.ram, cold=self._cold, ledger=self.ledger, trace=recorder)
         self._rows: dict[RequestId, Row] = {}
+        self._spans: dict[str, tuple[tuple[int, int], ...]] = {}
         self._memory = RowMemory(self.ledger, self.cache, self._kv_bytes)
         self._pool = ExitStack()
         self._pool.enter_context(bounded_pool(self.ledger.limit))
@@ -551,10 +552,17 @@ class EngineLoop:
             return
         now = self._recorder.now()
         if tokens:
-            self._recorder.note(events.DecodeStep, rows=len(tokens), seconds=now - began)
+            self._note_step(lane, len(tokens), now - began)
         self._endings.receive(tokens, now)
 
-    def _serve(self, model: LoadedModel, base: LoadedModel | None = None) -> Served:
+    def _note_step(self, lane: Lane, rows: int, seconds: float) -> None:
+        spans = tuple(lane.spans)
+        if spans != self._spans.get(lane.name, ()):
+            self._spans[lane.name] = spans
+            self._recorder.note(events.Shared, rows=rows, spans=spans, model=lane.name)
+        self._recorder.note(events.DecodeStep, rows=rows, seconds=seconds, model=lane.name)
+
+    def _serve(self, model: LoadedModel, base: LoadedModel | None = None, name: str = "") -> Served:
         return Served(
             model,
             self.cache,
@@ -562,6 +570,7 @@ class EngineLoop:
             self._settings,
             lambda row, reach: self._memory.afford(row, reach),
             base,
+            name,
         )
 
 

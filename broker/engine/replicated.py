@@ -40,6 +40,11 @@ class ReplicatedDecoder:
         """The same: nothing else is in the batch."""
         return self.running
 
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Nothing is shared."""
+        return ()
+
     def join(self, row: Row) -> None:
         """Let a row take part; copies its caches."""
         caches = materialise(row.caches) if row.position else self._model.make_caches()

@@ -41,8 +41,8 @@ class _Entry:
         self.last_used = now
 
 
-Serve = Callable[[LoadedModel, LoadedModel | None], Served]
-"""Puts a loaded model into service; of an adapter with the model under it."""
+Serve = Callable[[LoadedModel, LoadedModel | None, str], Served]
+"""Puts a loaded model into service under a name; of an adapter with the model under it."""
 
 
 class Roster:
@@ -170,9 +170,9 @@ class Roster:
         began = self._recorder.now()
         base = self.serving(source.base) if source.base else None
         if base is None:
-            served = self._serve(load(source.spec, dtype=source.dtype), None)
+            served = self._serve(load(source.spec, dtype=source.dtype), None, name)
         else:
-            served = self._serve(load_adapter(base.model, source.spec, name=name), base.model)
+            served = self._serve(load_adapter(base.model, source.spec, name=name), base.model, name)
         try:
             self._make_room_for(served, name, base)
         except BaseException:

@@ -35,6 +35,7 @@ class Served:
         settings: EngineSettings,
         afford: Callable[[Row, int], bool],
         base: LoadedModel | None = None,
+        name: str = "",
     ) -> None:
         self.model = model
         self.admission = Admission(model)
@@ -44,7 +45,7 @@ class Served:
         self.weights = weight_bytes(model) if base is None else adapter_bytes(base, model)
         ledger.charge(Purpose.WEIGHTS, self.weights)
         try:
-            self.batch = BatchLane(model, cache, settings.max_rows, self.pace, afford)
+            self.batch = BatchLane(model, cache, settings.max_rows, self.pace, afford, name)
         except BaseException:
             ledger.release(Purpose.WEIGHTS, self.weights)
             raise

@@ -63,6 +63,11 @@ class SharedDecoder:
         """All rows that were taken in."""
         return list(self._seats)
 
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Tokens and readers of the spans of the last step."""
+        return self._batch.spans
+
     def can_seat(self, row: Row) -> bool:
         """Whether the rest of a row's prompt is to be computed here: it is short, and what was
         computed elsewhere is stored.

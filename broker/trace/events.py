@@ -139,10 +139,23 @@ class FirstToken(Event, frozen=True):
 
 
 class DecodeStep(Event, frozen=True):
-    """One decode step of the batch lane; `rows` requests got one token each."""
+    """One decode step of a lane; `rows` requests of a model got one token each, or, where a draft
+    model proposes them, several.
+    """
 
     rows: int
     seconds: float
+    model: str = ""
+
+
+class Shared(Event, frozen=True):
+    """What a batch reads together from now on: for each span its tokens, and how many of the `rows`
+    read it.
+    """
+
+    rows: int
+    spans: tuple[tuple[int, int], ...]
+    model: str = ""
 
 
 class Put(Event, frozen=True):
@@ -280,6 +293,7 @@ TraceEvent = (
     | PrefillChunk
     | FirstToken
     | DecodeStep
+    | Shared
     | Put
     | Split
     | Evicted

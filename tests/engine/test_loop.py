@@ -412,3 +412,18 @@ async def test_a_running_row_donates_what_it_has_generated_so_far() -> None:
         assert len(whole) == 180
         solo = await inside(broker, lambda engine: reference(engine.model, request(0).tokens, 180))
         assert tuple(whole) == solo
+
+
+async def test_the_trace_tells_what_rows_read_together() -> None:
+    async with tiny() as broker:
+        await outcomes(broker, *(request(agent, max_tokens=12 + 8 * agent) for agent in range(3)))
+        seen = broker.recorder.events()
+    told = [event for event in seen if isinstance(event, events.Shared)]
+    steps = [event for event in seen if isinstance(event, events.DecodeStep)]
+    # Of the shared tokens once while all three read them, and again as these get fewer.
+    spans = [event.spans[0] for event in told if event.spans]
+    assert spans[0][1] >= 2
+    assert all(tokens >= len(SHARED) - 1 for tokens, _ in spans)
+    assert len(told) < len(steps) / 2
+    assert {event.model for event in told} == {broker.model_name}
+    assert {event.model for event in steps} == {broker.model_name}
