@@ -6,32 +6,29 @@ are prefilled together, in the batch, where all rows decode. They share their pr
 the statistics say why.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from msgspec import Struct
 
 from ..affinity import ThreadGuard
 from ..cache.intake import Row as StoredRow
+from ..cache.layout import Layout
 from ..cache.prefix_hash import Tokens, as_tokens
 from ..cache.prompt_cache import PromptCache
 from ..cache.restores import Restoration
-from ..errors import SwarmError
 from ..models import LoadedModel
 from .ahead import TILE_ALONE, Ahead
 from .batch_test import batch_test
 from .decode_batch import DecodeStatistics
-from .replicated import ReplicatedDecoder
+from .replicated import ReplicatedDecoder, unbatchable
 from .row import Row, RowToken
+from .row_caches import RowCaches
 from .self_test import self_test
 from .shared import SharedDecoder
 from .shared_attention import Implementation
-
-_log = logging.getLogger(__name__)
 
 
 class LaneStatistics(Struct, frozen=True, kw_only=True):
@@ -70,6 +67,8 @@ class BatchLane:
     A method that raises leaves the lane usable; the row it was called for is then given up with
     `discard`. If `step` raises, all `rows` of the batch are lost: `reset` starts an empty one.
     `afford` asks for the memory of a row that reads only so many tokens where the cache holds them.
+    `unbatchable` says why no row of this model can be in a batch, "" if they can: then they need
+    the serial lane, which shares `row_caches` and `ahead`.
     """
 
     def __init__(
@@ -83,17 +82,17 @@ class BatchLane:
         self._guard = ThreadGuard()
         self._guard.check()
         self._model = model
-        self._cache = cache
-        self._self_test = self_test(model.model)
+        self.row_caches = RowCaches(model, cache, self_test(model.model))
         self._verdict = batch_test(model.model, model.make_caches)
         layout = self._verdict.layout
-        self._ahead = Ahead(on_prefilled)
+        self.ahead = Ahead(on_prefilled)
         self._shared = (
-            SharedDecoder(model, cache, self._verdict, self._ahead, afford)
+            SharedDecoder(model, cache, self._verdict, self.ahead, afford)
             if layout is not None
             else None
         )
         self._decoder: Decoder = self._shared or ReplicatedDecoder(model, max_rows)
+        self.unbatchable = "" if self._shared is not None else unbatchable(model.make_caches())
 
     @property
     def running(self) -> Sequence[Row]:
@@ -105,12 +104,17 @@ class BatchLane:
         """The rows in the batch: those that decode, and those whose prompt is computed there."""
         return self._decoder.rows
 
+    @property
+    def layout(self) -> Layout | None:
+        """The layout of the model's caches, as far as it is known."""
+        return self._verdict.layout or self._verdict.fallback
+
     def kv_bytes(self, tokens: int, shared: int) -> int:
         """Bytes of the KV of a row's own `tokens`, where `shared` more are read in the cache.
 
         0 for a model whose caches no codec knows: that takes what it takes.
         """
-        layout = self._verdict.layout or self._verdict.fallback
+        layout = self.layout
         if layout is None:
             return 0
         copied = shared if self._verdict.layout is None else 0
@@ -122,18 +126,9 @@ class BatchLane:
         `restoration` is what was read for it from the tier below, if anything was.
         """
         self._guard.check()
-        if row.reads_cache:
-            row.lease = self._cache.lease(row.prompt, row.namespace, restoration)
-            row.plan = row.lease.plan if row.lease else self._cache.plan(row.prompt, row.namespace)
-        if row.lease is not None:
-            row.position = row.stored = row.lease.length
-            row.ram_tokens, row.cold_tokens = row.lease.ram_tokens, row.lease.cold_tokens
-        if self.can_seat(row):
-            return
-        if row.lease is not None:
-            row.caches = self._self_test.usable(row.lease.caches)
-        else:
-            row.caches = self._model.make_caches()
+        self.row_caches.lease(row, restoration)
+        if not self.can_seat(row):
+            self.row_caches.fill(row)
 
     def can_seat(self, row: Row) -> bool:
         """Whether the rest of the row's prompt is to be computed in the batch, once seated."""
@@ -179,8 +174,7 @@ class BatchLane:
         self._guard.check()
         cuts = range((row.position // TILE_ALONE + 1) * TILE_ALONE, stop, TILE_ALONE)
         for start, end in pairwise([row.position, *cuts, stop]):
-            self._model.model(mx.array(row.prompt[start:end])[None], cache=row.caches)
-            self._ahead.start(_arrays(row.caches), end - start)
+            self.ahead.forward(self._model.model, row.prompt[start:end], row.caches)
         row.position = stop
 
     def store(self, row: Row, shared: int) -> bool:
@@ -188,7 +182,7 @@ class BatchLane:
 
         A row in the batch reads the first `shared` tokens where they are stored from then on.
         """
-        if not self._put(row, *self._computed(row)):
+        if not self.row_caches.put(row, *self._computed(row)):
             return False
         row.stored = row.position
         if self._shared is not None and self._shared.holds(row):
@@ -200,7 +194,7 @@ class BatchLane:
         self._guard.check()
         self._decoder.join(row)
         if self._shared is None:
-            self._let_go(row)
+            self.row_caches.let_go(row)
 
     def step(self) -> list[RowToken]:
         """One token for each running row (none for rows that joined just now).
@@ -215,7 +209,7 @@ class BatchLane:
         self._guard.check()
         try:
             tokens, held = self._computed(row)
-            return len(tokens) if len(tokens) and self._put(row, tokens, held) else 0
+            return len(tokens) if len(tokens) and self.row_caches.put(row, tokens, held) else 0
         finally:
             self.discard(row)
 
@@ -223,7 +217,7 @@ class BatchLane:
         """End the row wherever it is, and keep nothing."""
         self._guard.check()
         self._decoder.remove(row)
-        self._let_go(row)
+        self.row_caches.let_go(row)
 
     def reset(self) -> None:
         """Drop the batch after a step that failed; its rows have left."""
@@ -254,30 +248,3 @@ class BatchLane:
         if self._decoder.holds(row):
             return self._decoder.computed(row)
         return row.prompt[: row.position if row.caches else 0], row.caches
-
-    def _put(
-        self, row: Row, tokens: Sequence[int] | Tokens, caches: Sequence[Any] | StoredRow
-    ) -> bool:
-        """Put, where a refusal costs nobody anything but the next hit."""
-        self._guard.check()
-        if not row.reads_cache:
-            return False
-        try:
-            return self._cache.put(tokens, caches, row.namespace, row.lease).stored
-        except SwarmError:
-            return False
-        except (MemoryError, RuntimeError):  # MLX raises these where it finds no memory
-            _log.exception("what request %s computed could not be stored", row.id)
-            return False
-
-    def _let_go(self, row: Row) -> None:
-        row.caches = []
-        if row.lease is not None:
-            row.lease.release()
-            row.lease = None
-
-
-def _arrays(caches: Sequence[Any]) -> list[mx.array]:
-    """Everything that a step leaves in cache objects."""
-    leaves: Any = tree_flatten([cache.state for cache in caches])
-    return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
