@@ -23,6 +23,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     top_logprobs: int = 0
     seed: int | None = None
     model: str = ""
+    draft: str = ""
+    deterministic: bool = False
     tenant: str = ""
     priority: int = 0
     deadline: float | None = None
@@ -41,6 +43,8 @@ class Settings(Struct, frozen=True, kw_only=True):
             logprobs=self.logprobs,
             top_logprobs=self.top_logprobs,
             model=self.model,
+            draft=self.draft,
+            deterministic=self.deterministic,
             tenant=self.tenant,
             swarm=self.swarm,
             priority=self.priority,

@@ -36,8 +36,9 @@ class Swarm:
     `logprobs`, `top_logprobs`, `priority` and `deadline` hold for every turn, as in a `Request`; a
     deadline runs from when the turn is with the broker. With `seed`, or a seed in `sampling`, a
     turn's own seed is derived from that seed, the agent's name and the number of the turn. `model`
-    names one of the broker's models or adapters, by default its first. `tenant` separates caches;
-    `cache=False` neither reads nor writes the cache.
+    names one of the broker's models or adapters, by default its first; with `draft` another one
+    proposes tokens, with `deterministic` turns run as in mlx-lm alone, one at a time (see
+    `Request`). `tenant` separates caches; `cache=False` neither reads nor writes the cache.
     """
 
     def __init__(
@@ -54,6 +55,8 @@ class Swarm:
         top_logprobs: int = 0,
         seed: int | None = None,
         model: str = "",
+        draft: str = "",
+        deterministic: bool = False,
         tenant: str = "",
         priority: int = 0,
         deadline: float | None = None,
@@ -77,6 +80,8 @@ class Swarm:
             top_logprobs=top_logprobs,
             seed=seed,
             model=model,
+            draft=draft,
+            deterministic=deterministic,
             tenant=tenant,
             priority=priority,
             deadline=deadline,

@@ -134,6 +134,8 @@ class Turn:
             logprobs=settings.logprobs,
             top_logprobs=settings.top_logprobs,
             model=settings.model,
+            draft=settings.draft,
+            deterministic=settings.deterministic,
             tenant=settings.tenant,
             agent=self.agent,
             swarm=settings.swarm,

@@ -61,6 +61,7 @@ class Broker:
     prompt tokens are computed (default: as many as let running requests wait for 3.5 steps at most,
     by what was measured; while nothing decodes, half a second's worth). Models that nobody has used
     for `idle_unload` seconds leave memory until somebody asks for them again (default: they stay).
+    A draft model (`Request.draft`) proposes `draft_tokens` at a time, up to 16.
     `trace` is a file for the trace events; `progress` is called, in the engine thread, while the
     model loads.
 
@@ -82,6 +83,7 @@ class Broker:
         max_queue: int = MAX_QUEUE,
         prefill_chunk: int | None = None,
         idle_unload: float | None = None,
+        draft_tokens: int = 3,
         trace: str | os.PathLike[str] | None = None,
         progress: "Callable[[Progress], None] | None" = None,
     ) -> None:
@@ -89,7 +91,7 @@ class Broker:
         self._memory = 0 if memory is None else parse_size(memory)
         self._cold = None if cold is None else _folder(cold)
         self._cold_bytes = parse_size(cold_limit)
-        counts = {"max_rows": max_rows, "max_queue": max_queue}
+        counts = {"max_rows": max_rows, "max_queue": max_queue, "draft_tokens": draft_tokens}
         if prefill_chunk is not None:
             counts["prefill_chunk"] = prefill_chunk
         for name, value in counts.items():
@@ -101,6 +103,7 @@ class Broker:
         require_mlx()
         self._model = model
         self._idle_unload = idle_unload
+        self._draft_tokens = draft_tokens
         self._dtype = dtype
         self._wired = wired
         self._max_rows = max_rows
@@ -289,6 +292,7 @@ class Broker:
                 self._wired,
                 self._max_queue,
                 self._idle_unload,
+                self._draft_tokens,
             )
 
             def post(run: Callable[[], None]) -> None:

@@ -49,6 +49,14 @@ class Request(Struct, frozen=True, kw_only=True):
     With a `grammar` the output keeps to it, and ends with the reason `stop` when it is complete;
     what `max_tokens` cuts off is a beginning of something complete.
 
+    With `deterministic` the request runs alone and bypasses the prompt cache, both ways: what it
+    computes, to the last bit, is what mlx-lm's `generate_step` computes with this model and prompt
+    alone. Tokens are drawn with the request's own `seed`.
+
+    With a `draft` the model of that name, of the same tokenizer, proposes tokens, which this one
+    only checks; the request runs alone too. The output is the same as without: it takes fewer
+    steps where the draft is right. It goes with all sampling, but with no grammar.
+
     With `logprobs` every output token comes with a `TokenLogprob`, with `top_logprobs` (up to 20)
     also with that many of the likeliest tokens in its place. With `prompt_logprobs` the prompt's
     tokens have theirs too, in `Completed` (what OpenAI calls `echo` with logprobs), and as many of
@@ -74,6 +82,8 @@ class Request(Struct, frozen=True, kw_only=True):
     priority: int = 0
     deadline: float | None = None
     cache: bool = True
+    deterministic: bool = False
+    draft: str = ""
 
     def validate(self) -> None:
         """Raise `InvalidRequest` for anything that can be seen to be wrong without a model."""
@@ -94,6 +104,7 @@ class Request(Struct, frozen=True, kw_only=True):
         if self.deadline is not None:
             check_range("deadline", self.deadline, 0.0, MAX_DEADLINE, open_low=True)
         check_kind("cache", self.cache, bool, "True or False")
+        self._check_lane()
 
     def _check_prompt(self) -> None:
         forms = ("messages", "text", "tokens")
@@ -137,6 +148,25 @@ class Request(Struct, frozen=True, kw_only=True):
         check_range("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest(f"top_logprobs is {self.top_logprobs}; it needs logprobs=True")
+
+    def _check_lane(self) -> None:
+        check_kind("deterministic", self.deterministic, bool, "True or False")
+        check_text("draft", self.draft)
+        if self.draft and self.deterministic:
+            raise InvalidRequest(
+                f"deterministic=True runs a model as mlx-lm does alone; the draft {self.draft!r} "
+                "cannot take part"
+            )
+        if self.deterministic and self.prompt_logprobs:
+            raise InvalidRequest(
+                "deterministic=True computes a prompt in mlx-lm's pieces, which are too long for "
+                "prompt_logprobs"
+            )
+        if self.draft and self.grammar is not None:
+            raise InvalidRequest(
+                f"a grammar follows one token at a time; it does not go with the draft "
+                f"{self.draft!r}"
+            )
 
 
 def check_messages(messages: Sequence[Message]) -> None:

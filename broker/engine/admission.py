@@ -1,6 +1,6 @@
 """From what was asked to a row: rendering, and every check that needs the model."""
 
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -9,6 +9,7 @@ from ..errors import ContextOverflow, InvalidRequest
 from ..models import LoadedModel, namespace_digest
 from ..request import Request
 from ..sampling import Sampling
+from .drafts import NO_DRAFTS, require_draft
 from .grammar import Grammars
 from .lane import Lane
 from .prompt_logprobs import PromptLogprobs
@@ -16,13 +17,18 @@ from .row import Row
 from .sampling import SeedSource, SpecialTokens, sampler_for
 from .submission import Submission
 from .text import TextStream
+from .vocabulary import vocabulary_of as vocabulary_of
 
 
 class Admission:
-    """Makes rows of requests, or refuses them with the numbers. Changes nothing."""
+    """Makes rows of requests, or refuses them with the numbers. Changes nothing.
 
-    def __init__(self, model: LoadedModel) -> None:
+    `drafts` are the models that may propose tokens, by the names that requests use.
+    """
+
+    def __init__(self, model: LoadedModel, drafts: Mapping[str, LoadedModel] = NO_DRAFTS) -> None:
         self._model = model
+        self._drafts = drafts
         self._vocabulary = vocabulary_of(model)
         self._special = special_tokens_of(model)
         self._grammars = Grammars(model, self._vocabulary, self._special.ends)
@@ -39,6 +45,8 @@ class Admission:
         asked = None
         if request.prompt_logprobs:
             asked = PromptLogprobs(prompt, request.top_logprobs, self._vocabulary)
+        if request.draft:
+            require_draft(self._model, request.draft, self._drafts, len(prompt), max_tokens)
         special, grammar = self._special, None
         if request.grammar is not None:
             grammar = self._grammars.start(request.grammar, request.sampling.min_tokens)
@@ -100,13 +108,6 @@ class Admission:
                 f"logit_bias has the token {highest}; the vocabulary of {self._model.name} is "
                 f"0 to {self._vocabulary - 1}"
             )
-
-
-def vocabulary_of(model: LoadedModel) -> int:
-    """How many token ids the model has embeddings for."""
-    config: dict[str, Any] = model.config
-    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-    return int(size or len(model.tokenizer))
 
 
 def special_tokens_of(model: LoadedModel) -> SpecialTokens:

@@ -2,9 +2,13 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from ..cache.prefix_hash import Tokens
+from .prompt_logprobs import PromptLogprobs, gather
 
 TILE_ALONE = 2048
 """Prompt tokens of one call of the model for one row, which ends at a multiple of it: with CUDA,
@@ -46,6 +50,29 @@ class Ahead:
             self._on_done(before.tokens, done - max(before.begun, self._free_at))
             # Without a wait it was done before, and this piece may be under way since it was begun.
             self._free_at = done if done - dispatched > AT_ONCE else begun
+
+    def forward(
+        self,
+        model: Any,
+        tokens: Tokens,
+        caches: Sequence[Any],
+        asked: PromptLogprobs | None = None,
+        position: int = 0,
+    ) -> None:
+        """Start computing one row's next tokens into its caches, as one piece.
+
+        The row may have `asked` for their log-probabilities, from its `position` on.
+        """
+        logits = model(mx.array(tokens)[None], cache=caches)
+        gathered = gather(logits[0], [(asked, position, len(tokens))]) if asked else []
+        del logits
+        self.start([*gathered, *arrays_of(caches)], len(tokens))
+
+
+def arrays_of(caches: Sequence[Any]) -> list[mx.array]:
+    """Everything that a step leaves in cache objects."""
+    leaves: Any = tree_flatten([cache.state for cache in caches])
+    return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
 
 
 class _Piece(NamedTuple):

@@ -6,37 +6,33 @@ are prefilled together, in the batch, where all rows decode. They share their pr
 the statistics say why.
 """
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
 from msgspec import Struct
 
 from ..affinity import ThreadGuard
 from ..backend import describe
 from ..cache.intake import Row as StoredRow
+from ..cache.layout import Layout
 from ..cache.prefix_hash import Tokens, as_tokens
 from ..cache.prompt_cache import PromptCache
 from ..cache.restores import Restoration
-from ..errors import SwarmError
 from ..models import LoadedModel
 from .ahead import TILE_ALONE, Ahead
 from .batch_test import batch_test
 from .decode_batch import DecodeStatistics
 from .pace import LEAST_CUDA, Pace
-from .prompt_logprobs import gather
-from .replicated import ReplicatedDecoder
+from .replicated import ReplicatedDecoder, unbatchable
 from .row import Row, RowToken
+from .row_caches import RowCaches
 from .self_test import self_test
 from .shared import SharedDecoder
 from .shared_attention import Implementation
-
-_log = logging.getLogger(__name__)
 
 
 class LaneStatistics(Struct, frozen=True, kw_only=True):
@@ -77,7 +73,8 @@ class BatchLane:
     A method that raises leaves the lane usable; the row it was called for is then given up with
     `discard`. If `step` raises, all `rows` of the batch are lost: `reset` starts an empty one.
     `pace` sizes the pieces of prompts, `afford` asks for the memory of a row that reads only so
-    many tokens where the cache holds them.
+    many tokens where the cache holds them. `unbatchable` says why no row of this model can be in a
+    batch, "" if they can: then they need the serial lane, which shares `row_caches` and `ahead`.
     """
 
     def __init__(
@@ -97,19 +94,19 @@ class BatchLane:
         self.name = name or model.name
         self.max_rows = max_rows
         self.exact_stops = not all(type(cache) is KVCache for cache in model.make_caches())
-        self._self_test = self_test(model.model)
+        self.row_caches = RowCaches(model, cache, self_test(model.model))
         self._verdict = batch_test(model.model, model.make_caches)
         layout = self._verdict.layout
         self.aligned = LEAST_CUDA if describe().device == "cuda" else 0
         """Prompts are computed alone up to multiples of so many tokens; 0: up to any."""
-        self._ahead = Ahead(self._note_prefill)
-        self._namespaces: set[str] = set()
+        self.ahead = Ahead(self._note_prefill)
         self._shared = (
-            SharedDecoder(model, cache, self._verdict, self._ahead, afford)
+            SharedDecoder(model, cache, self._verdict, self.ahead, afford)
             if layout is not None
             else None
         )
         self._decoder: Decoder = self._shared or ReplicatedDecoder(model, max_rows)
+        self.unbatchable = "" if self._shared is not None else unbatchable(model.make_caches())
 
     @property
     def spans(self) -> Sequence[tuple[int, int]]:
@@ -130,16 +127,25 @@ class BatchLane:
         """The rows in the batch: those that decode, and those whose prompt is computed there."""
         return self._decoder.rows
 
+    @property
+    def layout(self) -> Layout | None:
+        """The layout of the model's caches, as far as it is known."""
+        return self._verdict.layout or self._verdict.fallback
+
     def kv_bytes(self, tokens: int, shared: int) -> int:
         """Bytes of the KV of a row's own `tokens`, where `shared` more are read in the cache.
 
         0 for a model whose caches no codec knows: that takes what it takes.
         """
-        layout = self._verdict.layout or self._verdict.fallback
+        layout = self.layout
         if layout is None:
             return 0
         copied = shared if self._verdict.layout is None else 0
         return layout.bytes_per_token * (tokens + copied) + layout.state_bytes
+
+    def draft_bytes(self, row: Row) -> int:
+        """None: a row with a draft model needs the serial lane."""
+        return 0
 
     def put_points(self, start: int, end: int) -> tuple[int, ...]:
         """Where to store a prompt that is computed over [start, end), so that the batch can compute
@@ -155,23 +161,9 @@ class BatchLane:
         `restoration` is what was read for it from the tier below, if anything was.
         """
         self._guard.check()
-        self._namespaces.add(row.namespace)
-        if row.reads_cache:
-            asked = row.prompt, row.namespace
-            lacking = row.lacking_alternatives
-            row.lease = self._cache.lease(*asked, restoration, lacking)
-            row.plan = row.lease.plan if row.lease else self._cache.plan(*asked, lacking)
-        if row.lease is not None:
-            if row.prompt_logprobs is not None and row.lease.logprobs is not None:
-                row.prompt_logprobs.know(row.lease.logprobs)
-            row.position = row.stored = row.lease.length
-            row.ram_tokens, row.cold_tokens = row.lease.ram_tokens, row.lease.cold_tokens
-        if self.can_seat(row):
-            return
-        if row.lease is not None:
-            row.caches = self._self_test.usable(row.lease.caches)
-        else:
-            row.caches = self._model.make_caches()
+        self.row_caches.lease(row, restoration)
+        if not self.can_seat(row):
+            self.row_caches.fill(row)
 
     def can_seat(self, row: Row) -> bool:
         """Whether the rest of the row's prompt is to be computed in the batch, once seated."""
@@ -219,10 +211,7 @@ class BatchLane:
         size = TILE_ALONE if asked is None else min(TILE_ALONE, asked.tile)
         cuts = range((row.position // size + 1) * size, stop, size)
         for start, end in pairwise([row.position, *cuts, stop]):
-            logits = self._model.model(mx.array(row.prompt[start:end])[None], cache=row.caches)
-            gathered = gather(logits[0], [(asked, start, end - start)]) if asked else []
-            del logits
-            self._ahead.start([*gathered, *_arrays(row.caches)], end - start)
+            self.ahead.forward(self._model.model, row.prompt[start:end], row.caches, asked, start)
         row.position = stop
 
     def store(self, row: Row, shared: int) -> bool:
@@ -230,7 +219,7 @@ class BatchLane:
 
         A row in the batch reads the first `shared` tokens where they are stored from then on.
         """
-        if not self._put(row, *self._computed(row)):
+        if not self.row_caches.put(row, *self._computed(row)):
             return False
         row.stored = row.position
         if self._shared is not None and self._shared.holds(row):
@@ -242,7 +231,7 @@ class BatchLane:
         self._guard.check()
         self._decoder.join(row)
         if self._shared is None:
-            self._let_go(row)
+            self.row_caches.let_go(row)
 
     def step(self) -> list[RowToken]:
         """One token for each running row (none for rows that joined just now).
@@ -261,7 +250,7 @@ class BatchLane:
         self._guard.check()
         try:
             tokens, held = self._computed(row)
-            return len(tokens) if len(tokens) and self._put(row, tokens, held) else 0
+            return len(tokens) if len(tokens) and self.row_caches.put(row, tokens, held) else 0
         finally:
             self.discard(row)
 
@@ -269,7 +258,7 @@ class BatchLane:
         """End the row wherever it is, and keep nothing."""
         self._guard.check()
         self._decoder.remove(row)
-        self._let_go(row)
+        self.row_caches.let_go(row)
 
     def reset(self) -> None:
         """Drop the batch after a step that failed; its rows have left."""
@@ -298,38 +287,9 @@ class BatchLane:
 
     def _note_prefill(self, tokens: int, seconds: float) -> None:
         self._pace.note_prefill(tokens, seconds)
-        self._cache.note_prefill(tokens, seconds, self._namespaces)
+        self._cache.note_prefill(tokens, seconds, self.row_caches.namespaces)
 
     def _computed(self, row: Row) -> tuple[Sequence[int] | Tokens, Sequence[Any] | StoredRow]:
         if self._decoder.holds(row):
             return self._decoder.computed(row)
         return row.prompt[: row.position if row.caches else 0], row.caches
-
-    def _put(
-        self, row: Row, tokens: Sequence[int] | Tokens, caches: Sequence[Any] | StoredRow
-    ) -> bool:
-        """Put, where a refusal costs nobody anything but the next hit."""
-        self._guard.check()
-        if not row.reads_cache:
-            return False
-        asked = row.prompt_logprobs
-        try:
-            logprobs = asked.own(len(tokens)) if asked is not None else None
-            return self._cache.put(tokens, caches, row.namespace, row.lease, logprobs).stored
-        except SwarmError:
-            return False
-        except (MemoryError, RuntimeError):  # MLX raises these where it finds no memory
-            _log.exception("what request %s computed could not be stored", row.id)
-            return False
-
-    def _let_go(self, row: Row) -> None:
-        row.caches = []
-        if row.lease is not None:
-            row.lease.release()
-            row.lease = None
-
-
-def _arrays(caches: Sequence[Any]) -> list[mx.array]:
-    """Everything that a step leaves in cache objects."""
-    leaves: Any = tree_flatten([cache.state for cache in caches])
-    return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]

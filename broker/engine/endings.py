@@ -35,8 +35,13 @@ class Endings:
         self._recorder = recorder
 
     def receive(self, tokens: Sequence[RowToken], now: float) -> None:
-        """Hand on the tokens of a step, and end the rows that got their last one."""
+        """Hand on the tokens of a step, and end the rows that got their last one.
+
+        Of several tokens of a row those after its end are nobody's.
+        """
         for received in tokens:
+            if received.row.id not in self._rows:
+                continue
             # Written out, as `guarded` is: this happens for every token.
             try:
                 self._receive(received, now)

@@ -1,7 +1,9 @@
-"""What the engine's loop asks of a lane, whether that runs many rows together or one at a time."""
+"""What the loop asks of a lane: the seam between what is next and how rows are computed."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
+
+from msgspec import Struct
 
 from ..cache.prefix_hash import Tokens
 from ..cache.restores import Restoration
@@ -12,8 +14,10 @@ if TYPE_CHECKING:
 
 
 class Lane(LanePolicy, Protocol):
-    """Runs rows of one model from their lease to their last token, in the thread that owns MLX.
+    """Runs rows from their lease to their last token. All calls from the thread that owns MLX.
 
+    A row is opened, its prompt computed up to its last token (alone, or seated among others), then
+    it joins and gets its tokens from `step`, until `keep` or `discard` ends it, in whatever state.
     A method that raises leaves the lane usable; the row it was called for is then given up with
     `discard`. If `step` raises, all `rows` are lost: `reset` starts anew.
     """
@@ -32,37 +36,43 @@ class Lane(LanePolicy, Protocol):
 
     @property
     def rows(self) -> "Sequence[Row]":
-        """The rows in the lane: those that decode, and those whose prompt is computed there."""
+        """The rows taken in: those that decode, and those whose prompt is computed among them."""
 
     def kv_bytes(self, tokens: int, shared: int) -> int:
         """Bytes of the KV of a row's own `tokens`, where `shared` more are read in the cache."""
+
+    def draft_bytes(self, row: "Row") -> int:
+        """Bytes of the KV that a draft model may come to need for the row, on top."""
 
     def put_points(self, start: int, end: int) -> tuple[int, ...]:
         """Where, besides, to store a prompt that is computed over [start, end)."""
 
     def open(self, row: "Row", restoration: Restoration | None = None) -> None:
-        """Give the row its caches; `restoration` is what was read for it from the tier below."""
+        """Give the row its caches, what `restoration` read for it included."""
 
     def can_seat(self, row: "Row") -> bool:
-        """Whether the rest of the row's prompt is to be computed in the batch, once seated."""
+        """Whether the rest of the row's prompt is to be computed among others, once seated."""
 
     def seat(self, row: "Row") -> None:
-        """Take the row into the batch, as `can_seat` said. Its lease may change."""
+        """Take the row in, as `can_seat` said."""
 
     def holds(self, row: "Row") -> bool:
-        """Whether the row has been taken into the batch."""
+        """Whether the row has been taken in."""
 
     def reads(self, row: "Row") -> int:
         """How many tokens a row reads where the cache holds them."""
 
     def computed(self, row: "Row") -> Tokens:
-        """The tokens of a row that could be stored now."""
+        """The tokens of a row taken in that could be stored now, where the lane `donates`."""
 
     def prefill_together(self, parts: "Sequence[tuple[Row, int]]") -> None:
-        """Start computing the prompts of rows in the batch, each up to a position."""
+        """Start computing the prompts of rows taken in, each up to a position."""
 
     def prefill(self, row: "Row", stop: int) -> None:
-        """Start computing the prompt tokens of a row outside the batch, up to `stop` or further."""
+        """Start computing the prompt of a row that was not taken in, up to `stop`.
+
+        `row.position` says afterwards how far that went: a lane may go in steps of its own.
+        """
 
     def store(self, row: "Row", shared: int) -> bool:
         """Put what the row has computed; whether the cache took it."""
@@ -71,7 +81,10 @@ class Lane(LanePolicy, Protocol):
         """Let the row, whose prompt is computed up to its last token, decode."""
 
     def step(self) -> "list[RowToken]":
-        """The next tokens of the running rows; none for rows that joined just now."""
+        """The next tokens of running rows, those of one row in their order; there may be none.
+
+        A row with a finish reason has left; end it with `keep` or `discard`.
+        """
 
     def keep(self, row: "Row") -> int:
         """End the row wherever it is and put what it computed; how many tokens were kept."""
@@ -80,10 +93,13 @@ class Lane(LanePolicy, Protocol):
         """End the row wherever it is, and keep nothing."""
 
     def reset(self) -> None:
-        """Drop the rows of a step that failed."""
+        """Drop the rows taken in, after a step that failed."""
 
     def close(self) -> None:
-        """End the lane and wait for what still runs."""
+        """End everything and wait for what still runs."""
+
+    def statistics(self) -> Struct:
+        """How rows are computed, and what the lane holds now."""
 
     def check_integrity(self) -> None:
         """Assert what must hold between two turns."""

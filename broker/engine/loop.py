@@ -31,7 +31,7 @@ from .memory import RowMemory, bounded_pool, device_limit
 from .pressure import Level, Measures, MemoryWatch, Reading
 from .probe import MemoryProbe, empty_pool, wired
 from .restoring import Post, Restoring
-from .roster import ModelSource, Roster
+from .roster import Drafts, ModelSource, Roster
 from .row import Row
 from .scheduler import Scheduler
 from .served import Served
@@ -233,11 +233,13 @@ class EngineLoop:
         self.scheduler.check_integrity()
         self.cache.check_integrity()
         counts = self.scheduler.statistics()
-        leased = [row for row in self._rows.values() if row.lease is not None]
+        leases = sum(row.leases for row in self._rows.values())
+        holders = sum(row.leases > 0 for row in self._rows.values())
         lanes = list(self.roster.lanes)
         assert counts.decoding == sum(len(lane.running) for lane in lanes)
         open_rows = counts.restoring + counts.prefilling + counts.decoding
-        assert open_rows >= len(leased) == self.cache.statistics().leases
+        assert open_rows >= holders
+        assert leases == self.cache.statistics().leases
         for lane in lanes:
             lane.check_integrity()
         self.ledger.check_integrity()
@@ -525,7 +527,8 @@ class EngineLoop:
         return row.lane.computed(row)
 
     def _kv_bytes(self, row: Row, known: int) -> int:
-        return row.lane.kv_bytes(len(row.prompt) - known + row.max_tokens, known)
+        own = row.lane.kv_bytes(len(row.prompt) - known + row.max_tokens, known)
+        return own + row.lane.draft_bytes(row)
 
     def _seat(self, row: Row) -> None:
         row.lane.seat(row)
@@ -552,7 +555,7 @@ class EngineLoop:
             return
         now = self._recorder.now()
         if tokens:
-            self._note_step(lane, len(tokens), now - began)
+            self._note_step(lane, min(len(tokens), lane.max_rows), now - began)
         self._endings.receive(tokens, now)
 
     def _note_step(self, lane: Lane, rows: int, seconds: float) -> None:
@@ -571,6 +574,7 @@ class EngineLoop:
             lambda row, reach: self._memory.afford(row, reach),
             base,
             name,
+            Drafts(lambda: self.roster),
         )
 
 

@@ -6,6 +6,7 @@ no step waits for the tokens of the one before.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -62,6 +63,17 @@ class Penalties:
     def rules(self) -> Rules:
         """What holds for the next token; rows for which it is equal can be computed together."""
         return self._rules if self.length >= self._free_from else self._restrained
+
+    def after(self, output: mx.array) -> "Penalties":
+        """The same, once these further tokens `[tokens]` were chosen; this one stays as it is."""
+        later = copy(self)
+        later.length += output.size
+        context = self._rules.context
+        if context:
+            place = self._recent
+            tokens = [place.tokens[place.row], output.astype(place.tokens.dtype)]
+            later._recent = _Place(mx.concatenate(tokens)[-context:][None], 0)
+        return later
 
 
 class _Place(NamedTuple):

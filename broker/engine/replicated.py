@@ -2,21 +2,19 @@
 its KV.
 """
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import CacheList
 
 from ..cache.kinds import materialise
 from ..errors import EngineFailed
 from ..models import LoadedModel
-from ..request import TokenLogprob
 from .decode_batch import DecodeStatistics
-from .logprobs import StepLogprobs, step_logprobs
 from .row import Row, RowToken
-from .sampling import RowSampler
+from .stock_sampling import Watcher, stock_sampling
 
 
 class ReplicatedDecoder:
@@ -26,7 +24,7 @@ class ReplicatedDecoder:
         self._model = model
         self._max_rows = max_rows
         self._rows: dict[int, Row] = {}
-        self._watchers: dict[int, _Watcher] = {}
+        self._watchers: dict[int, Watcher] = {}
         self._ended: dict[Row, tuple[Sequence[int], Sequence[Any]]] = {}
         self._generator: Any = self._new_generator()
 
@@ -49,22 +47,16 @@ class ReplicatedDecoder:
         """Let a row take part; copies its caches."""
         caches = materialise(row.caches) if row.position else self._model.make_caches()
         mx.eval([cache.state for cache in caches if row.position])
-        unbatchable = next((cache for cache in caches if not hasattr(cache, "merge")), None)
-        if unbatchable is not None:
-            name = type(unbatchable).__name__
-            raise EngineFailed(f"{name} cannot be batched with history; no other lane exists yet")
-        watcher = None if row.top_logprobs is None else _Watcher(row.sampler, row.top_logprobs)
-        processors: list[Any] = [watcher.process] if watcher else []
-        if isinstance(row.sampler, RowSampler) and row.sampler.penalties is not None:
-            processors.append(row.sampler.process)
-        if row.grammar is not None:
-            processors.append(row.grammar.process)
+        reason = unbatchable(caches)
+        if reason:
+            raise EngineFailed(f"{reason}: such rows belong in the serial lane")
+        sampler, processors, watcher = stock_sampling(row)
         (uid,) = self._generator.insert(
             [row.prompt[-1:].tolist()],
             max_tokens=[row.max_tokens],
             caches=[caches],
             all_tokens=[row.prompt[:-1].tolist()],
-            samplers=[watcher.sample if watcher else row.sampler],
+            samplers=[sampler],
             logits_processors=[processors],
         )
         self._rows[uid] = row
@@ -149,31 +141,19 @@ class ReplicatedDecoder:
         )
 
 
-class _Watcher:
-    """Sees a row's logits as the model made them and the tokens chosen, and keeps what it asks for.
-
-    The log-probabilities in mlx-lm's responses are rounded to the model's dtype. `seen` has the
-    steps that were sampled and whose tokens were not read yet.
-    """
-
-    def __init__(self, sampler: Any, count: int) -> None:
-        self._sampler = sampler
-        self._count = count
-        self._logits: mx.array
-        self.seen: deque[StepLogprobs] = deque()
-
-    def process(self, _: Any, logits: mx.array) -> mx.array:
-        """A logits processor of mlx-lm that changes nothing: logits `[1, vocabulary]`."""
-        self._logits = logits
-        return logits
-
-    def sample(self, logprobs: mx.array) -> mx.array:
-        """The row's sampler: token `[1]`."""
-        token: mx.array = self._sampler(logprobs)
-        self.seen.append(step_logprobs(self._logits, token, [self._count]))
-        del self._logits
-        return token
-
-    def next(self, token: int) -> TokenLogprob | None:
-        """The log-probability of the oldest token that was not read."""
-        return self.seen.popleft().read([token])[0]
+def unbatchable(caches: Iterable[Any]) -> str:
+    """Why mlx-lm cannot decode rows with such caches in one batch; "" if it can."""
+    for cache in caches:
+        if type(cache) is CacheList:
+            reason = unbatchable(cache.caches)
+        elif not hasattr(cache, "merge"):
+            reason = f"{type(cache).__name__} cannot be batched with history"
+        elif getattr(cache, "keep", 0):
+            # Merged all the same, into a ring that lets go of them.
+            name = type(cache).__name__
+            reason = f"{name} that keeps its first {cache.keep} tokens cannot be batched"
+        else:
+            continue
+        if reason:
+            return reason
+    return ""

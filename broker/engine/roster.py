@@ -41,6 +41,25 @@ class _Entry:
         self.last_used = now
 
 
+class Drafts(Mapping[str, LoadedModel]):
+    """The models that may propose tokens, by name: all of a roster, each loaded when asked for."""
+
+    def __init__(self, roster: "Callable[[], Roster]") -> None:
+        self._roster = roster
+
+    def __getitem__(self, name: str) -> LoadedModel:
+        try:
+            return self._roster().serving(name).model
+        except ModelNotFound:
+            raise KeyError(name) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._roster().names)
+
+    def __len__(self) -> int:
+        return len(self._roster().names)
+
+
 Serve = Callable[[LoadedModel, LoadedModel | None, str], Served]
 """Puts a loaded model into service under a name; of an adapter with the model under it."""
 
@@ -80,6 +99,11 @@ class Roster:
         """The lanes of all models that are loaded."""
         for served in self._loaded():
             yield from served.lanes
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, aliases included."""
+        return tuple(self._entries)
 
     def add(self, name: str, source: ModelSource) -> tuple[ModelInfo, LoadedModel]:
         """Load a model under a new name. Raises `InvalidRequest` for one that is taken,
@@ -156,6 +180,7 @@ class Roster:
                 weights=entry.served.weights,
                 requests=self._requests(entry),
                 lane=entry.served.batch.statistics(),
+                serial=entry.served.serial.statistics(),
             )
             for entry in self._distinct()
             if entry.served is not None
@@ -222,8 +247,12 @@ class Roster:
         return sorted(unused, key=lambda entry: entry.last_used)
 
     def _requests(self, entry: _Entry) -> int:
+        """How many open requests need a model, to answer or to propose."""
         lanes = entry.served.lanes if entry.served is not None else ()
-        return sum(any(row.lane is lane for lane in lanes) for row in self._rows.values())
+        return sum(
+            row.request.draft in entry.names or any(row.lane is lane for lane in lanes)
+            for row in self._rows.values()
+        )
 
     def _entry(self, name: str) -> _Entry:
         entry = self._entries.get(name) if name else self._first

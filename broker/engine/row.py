@@ -8,12 +8,29 @@ from ..cache.lease import PromptLease
 from ..cache.ledger import Reservation
 from ..cache.plan import Plan
 from ..cache.prefix_hash import Tokens
+from ..models import LoadedModel
 from ..request import Request, RequestId, TokenLogprob, Usage
 from .grammar import GrammarState
 from .lane import Lane
 from .mailbox import Mailbox
 from .prompt_logprobs import PromptLogprobs
 from .text import TextStream
+
+
+class DraftKV:
+    """What a row's draft model holds of it: KV of the prompt's first `position` tokens."""
+
+    def __init__(
+        self, row_id: RequestId, model: LoadedModel, namespace: str, *, reads_cache: bool
+    ) -> None:
+        self.id = row_id
+        self.model = model
+        self.namespace = namespace
+        self.reads_cache = reads_cache
+        self.lease: PromptLease | None = None
+        self.prompt_logprobs: PromptLogprobs | None = None
+        self.caches: list[Any] = []
+        self.position = 0
 
 
 class Row:
@@ -58,6 +75,7 @@ class Row:
         self.plan: Plan | None = None
         self.lease: PromptLease | None = None
         self.memory: Reservation | None = None
+        self.draft: DraftKV | None = None
         self.caches: list[Any] = []
         self.position = 0
         self.stored = 0
@@ -79,7 +97,17 @@ class Row:
     @property
     def reads_cache(self) -> bool:
         """Whether the row takes from the prompt cache and puts into it."""
-        return self.request.cache
+        return self.request.cache and not self.request.deterministic
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether the row needs the serial lane, whatever the model's caches are."""
+        return self.request.deterministic or bool(self.request.draft)
+
+    @property
+    def leases(self) -> int:
+        """How many leases the row holds: its own, and that of its draft model."""
+        return sum(each is not None and each.lease is not None for each in (self, self.draft))
 
     @property
     def top_logprobs(self) -> int | None:

@@ -1,6 +1,6 @@
 """A model in service: the lanes that run its rows, and who makes rows of requests to it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 import mlx.core as mx
@@ -11,10 +11,12 @@ from ..cache.prompt_cache import PromptCache
 from ..models import LoadedModel, adapter_bytes
 from .admission import Admission
 from .batch import BatchLane
+from .drafts import NO_DRAFTS
 from .lane import Lane
 from .memory import weight_bytes
 from .pace import LEAST, LEAST_CUDA, Pace
 from .row import Row
+from .serial import SerialLane
 from .settings import EngineSettings
 from .submission import Submission
 
@@ -36,9 +38,10 @@ class Served:
         afford: Callable[[Row, int], bool],
         base: LoadedModel | None = None,
         name: str = "",
+        drafts: Mapping[str, LoadedModel] = NO_DRAFTS,
     ) -> None:
         self.model = model
-        self.admission = Admission(model)
+        self._admission = Admission(model, drafts)
         least = LEAST_CUDA if describe().device == "cuda" else LEAST
         self.pace = Pace(PREFILL_CHUNK, settings.prefill_chunk, least)
         self._ledger = ledger
@@ -46,6 +49,17 @@ class Served:
         ledger.charge(Purpose.WEIGHTS, self.weights)
         try:
             self.batch = BatchLane(model, cache, settings.max_rows, self.pace, afford, name)
+            self.serial = SerialLane(
+                model,
+                cache,
+                self.batch.row_caches,
+                self.batch.layout,
+                self.batch.ahead,
+                drafts,
+                settings.draft_tokens,
+                self.pace,
+                name,
+            )
         except BaseException:
             ledger.release(Purpose.WEIGHTS, self.weights)
             raise
@@ -53,11 +67,13 @@ class Served:
     @property
     def lanes(self) -> tuple[Lane, ...]:
         """All its lanes."""
-        return (self.batch,)
+        return (self.batch, self.serial)
 
     def row_for(self, submission: Submission) -> Row:
         """The row of a request. Raises `InvalidRequest` or `ContextOverflow`."""
-        return self.admission.row_for(submission, self.batch)
+        request = submission.request
+        alone = request.deterministic or request.draft or self.batch.unbatchable
+        return self._admission.row_for(submission, self.serial if alone else self.batch)
 
     def close(self) -> None:
         """End the lanes and give the weights back; nothing may be open."""

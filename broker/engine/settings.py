@@ -11,6 +11,7 @@ from ..request import Usage
 from .batch import LaneStatistics
 from .pressure import PressureStatistics
 from .scheduler import SchedulerStatistics
+from .serial import DRAFT_TOKENS, SerialStatistics
 from .submission import MAX_QUEUE
 
 
@@ -20,6 +21,7 @@ class EngineSettings(NamedTuple):
     sized by time (`Pace`). `cold` is the folder of the tier below, of at most `cold_bytes`. With
     `wired` Metal keeps resident as much as it recommends. `max_queue` requests may wait while
     `max_rows` run. Models that nobody has used for `idle_unload` seconds are unloaded.
+    Draft models propose `draft_tokens` at a time.
     """
 
     ram: int
@@ -31,17 +33,19 @@ class EngineSettings(NamedTuple):
     wired: bool = False
     max_queue: int = MAX_QUEUE
     idle_unload: float | None = None
+    draft_tokens: int = DRAFT_TOKENS
 
 
 class ModelStatistics(Struct, frozen=True, kw_only=True):
     """A model in memory: `weights` in bytes (an adapter's own, where it is one of `base`), requests
-    that are open, and the batch that serves it.
+    that are open, and the lanes that serve it.
     """
 
     base: str
     weights: int
     requests: int
     lane: LaneStatistics
+    serial: SerialStatistics
 
 
 class EngineStatistics(Struct, frozen=True, kw_only=True):

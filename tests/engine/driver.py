@@ -131,7 +131,9 @@ class Driver:
         assert all(box.over for box in self.boxes)
 
 
-def assert_greedy(model: LoadedModel, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+def assert_greedy(
+    model: LoadedModel, prompt: Sequence[int], tokens: Sequence[int], tie: float = TIE
+) -> None:
     """Assert that each token has the highest of mlx-lm's logits after those before it, ties
     excepted.
     """
@@ -142,4 +144,4 @@ def assert_greedy(model: LoadedModel, prompt: Sequence[int], tokens: Sequence[in
     best = logits.max(axis=-1)
     chosen = mx.take_along_axis(logits, mx.array(list(tokens))[:, None], axis=-1)[:, 0]
     size = mx.maximum(mx.abs(logits).max(), 1.0)
-    assert ((best - chosen).max() <= TIE * size).item()
+    assert ((best - chosen).max() <= tie * size).item()
