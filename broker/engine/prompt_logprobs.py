@@ -18,11 +18,11 @@ from .logprobs import step_logprobs
 
 TILE_LOGITS = 256 << 20
 """Bytes that the logits of one call of the model may take in float32, where they are computed.
-About as much again is in use while they are reduced.
+With what they are reduced to, twice as much is in use; up to five times for alternatives.
 """
 
 ORDERING = 4
-"""To find alternatives takes so many times the bytes of the logits."""
+"""To find alternatives takes several times as much, so a call is for so many times fewer tokens."""
 
 
 class PromptLogprobs:
