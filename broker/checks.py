@@ -31,6 +31,12 @@ def check_range(name: str, value: Any, low: float, high: float, *, open_low: boo
         raise InvalidRequest(f"{name} is {value}; it must be in {bracket}{low:g}, {high:g}]")
 
 
+def check_wait(name: str, value: Any) -> None:
+    """Raise unless `value` is a number of seconds from 0 on, or inf for ever."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
+        raise InvalidRequest(f"{name} is {_quoted(value)}; it must be seconds, 0 or more, or inf")
+
+
 def check_text(name: str, value: Any) -> None:
     """Raise unless `value` is text that can be written as UTF-8."""
     check_kind(name, value, str, "text")

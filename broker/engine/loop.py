@@ -5,7 +5,6 @@ that fails ends the rows of that step; the loop goes on.
 """
 
 import logging
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -25,7 +24,6 @@ from ..trace import events
 from ..trace.recorder import Recorder
 from .batch import BatchLane
 from .endings import Endings, as_swarm_error, too_late
-from .fairness import Party
 from .lane import Lane
 from .memory import RowMemory, bounded_pool, device_limit
 from .pressure import Level, Measures, MemoryWatch, Reading
@@ -35,6 +33,7 @@ from .roster import ModelInfo, ModelSource, Roster
 from .row import Row
 from .scheduler import Scheduler
 from .served import Served
+from .session_keeper import SessionKeeper, party_of
 from .settings import EngineSettings, EngineStatistics, ModelStatistics
 from .submission import Submission
 from .work import Admit, Decode, Expire, Hold, Part, Prefill, Store, Wait
@@ -95,11 +94,15 @@ class EngineLoop:
         if post is not None:
             # A resting thread is to wake up for the next write, and for who waits for its memory.
             self.cache.on_written = lambda: post(lambda: self.scheduler.memory_changed())
+        self.sessions = SessionKeeper(
+            self.cache, recorder, self._prefill_rate, lambda: self.scheduler.memory_changed()
+        )
         self.scheduler = Scheduler(
             self.cache.peek_prefix_len,
             max_rows=settings.max_rows,
             clock=recorder.now,
             has_memory=self._may_run,
+            may_start=self.sessions.policy.may_start,
             computed=self._computed,
         )
         self._looked_at = time.monotonic()
@@ -110,7 +113,9 @@ class EngineLoop:
             on_change=self._note_pressure,
             clock=recorder.now,
         )
-        self._endings = Endings(self._rows, self.scheduler, self._memory, recorder)
+        self._endings = Endings(
+            self._rows, self.scheduler, self._memory, recorder, self.sessions.ended
+        )
 
     @property
     def model(self) -> LoadedModel:
@@ -179,6 +184,7 @@ class EngineLoop:
             others=self.scheduler.queued,
             model=request.model,
         )
+        self.sessions.submitted(row)
         # Nobody waits for what a cache of no size will not have.
         namespace = row.namespace if row.reads_cache and self.cache.max_bytes else None
         self.scheduler.submit(
@@ -188,7 +194,7 @@ class EngineLoop:
             row.boundaries,
             max_tokens=row.max_tokens,
             lane=row.lane,
-            party=Party(request.tenant, request.swarm, request.agent),
+            party=party_of(row),
             priority=request.priority,
             deadline=row.deadline,
         )
@@ -208,6 +214,7 @@ class EngineLoop:
         """What is going on, and what it has cost."""
         return EngineStatistics(
             requests=self.scheduler.statistics(),
+            sessions=self.sessions.statistics(),
             usage=self._endings.usage,
             models={
                 name: ModelStatistics(
@@ -226,6 +233,7 @@ class EngineLoop:
     def check_integrity(self) -> None:
         """Assert that scheduler, lane and cache agree with the open requests."""
         self.scheduler.check_integrity()
+        self.sessions.policy.check_integrity()
         self.cache.check_integrity()
         counts = self.scheduler.statistics()
         leased = [row for row in self._rows.values() if row.lease is not None]
@@ -248,6 +256,8 @@ class EngineLoop:
         """Do the next piece of work; False if there is none."""
         self._guard.check()
         self._relieve()
+        if self.sessions.policy.is_due():
+            self.scheduler.memory_changed()
         try:
             return self._turn()
         except Exception as error:  # nobody else would end these requests
@@ -258,9 +268,10 @@ class EngineLoop:
             return True
 
     def patience(self) -> float:
-        """Seconds until the next deadline is over."""
-        deadline = self.scheduler.next_deadline()
-        return math.inf if deadline is None else max(deadline - self._recorder.now(), 0.0)
+        """Seconds until the next deadline is over, or a session need no longer wait."""
+        deadline, change = self.scheduler.next_deadline(), self.sessions.policy.next_change()
+        time = change if deadline is None else min(deadline, change)
+        return max(time - self._recorder.now(), 0.0)
 
     def close(self) -> None:
         """Fail what is open as closed, release every lease, end the lane, the tiers and the trace.
@@ -385,10 +396,12 @@ class EngineLoop:
         if now - self._looked_at >= LOOK_SECONDS:
             self._looked_at = now
             self.cache.demote_idle(IDLE_SECONDS)
+            self.sessions.policy.forget()
         return False
 
     def _admit(self, row: Row, not_worth_waiting: bool) -> None:
         now = self._recorder.now()
+        self.sessions.policy.started(row.id)
         if row.admitted is None:
             self._note_admission(row, now)
         row.admitted = now
@@ -543,6 +556,9 @@ class EngineLoop:
         if tokens:
             self._recorder.note(events.DecodeStep, rows=len(tokens), seconds=now - began)
         self._endings.receive(tokens, now)
+
+    def _prefill_rate(self) -> float:
+        return max((served.pace.rate for served in self._roster), default=0.0)
 
     def _lanes(self) -> Iterator[Lane]:
         for served in self._roster:

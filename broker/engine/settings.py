@@ -11,6 +11,7 @@ from ..request import Usage
 from .batch import LaneStatistics
 from .pressure import PressureStatistics
 from .scheduler import SchedulerStatistics
+from .sessions import SessionsStatistics
 from .submission import MAX_QUEUE
 
 
@@ -44,11 +45,12 @@ class ModelStatistics(Struct, frozen=True, kw_only=True):
 
 
 class EngineStatistics(Struct, frozen=True, kw_only=True):
-    """Requests by state, what all requests together have cost so far, the models that are loaded,
-    the prompt cache, the memory ledger, and what the process really takes.
+    """Requests by state, the agents' sessions, what all requests together have cost so far, the
+    models that are loaded, the prompt cache, the memory ledger, and what the process really takes.
     """
 
     requests: SchedulerStatistics
+    sessions: SessionsStatistics
     usage: Usage
     models: dict[str, ModelStatistics]
     cache: CacheStatistics
