@@ -338,7 +338,9 @@ class Sessions:
         return footprints.total + footprints.adds(heir.queued[0].trail) <= self.budget
 
     def _candidates(self, session: Session, now: float) -> list[Session]:
-        """Who may lose its place for a session, the first to do so first."""
+        """Who may lose its place for a session, the first to do so first: by age who has had most,
+        else who has least to lose.
+        """
         resting = [each for each in self._admitted if not each.running and each is not session]
         if session is not self._heir and (session not in self._admitted or self._running):
             resting = [each for each in resting if each.pinned_until <= now]
@@ -350,7 +352,7 @@ class Sessions:
                 each.pinned_until > now,
                 bool(each.turns),
                 not self._is_over(each, now),
-                -each.service,
+                -each.service if session is self._heir else each.own,
             ),
         )
 
