@@ -6,9 +6,9 @@ decided here. Beyond that only the turns of *admitted* sessions start, so that t
 there when they come back; a session that is not waits, and others pass it.
 
 An admitted session that rests keeps its place as long as that is worth it: until its next turn is
-expected, or for `PATIENCE` times what it would take to compute its own KV again (an idle place
-costs one row, computing costs all of them). While nobody runs, once that time is enough. Who waits
-takes the places of those whose time is over. Who has waited for `AGING_SECONDS` takes, in turn,
+expected, or for as long as it would take to compute its own KV again, and once more for each row
+that runs (a row without work is one row; computing holds up all). Who waits takes the places of
+those whose time is over. Who has waited for `AGING_SECONDS` takes, in turn,
 those of the sessions that have had most service since they were admitted, as often as the
 recomputing stays a small part; until there is room for it, who leaves it none does not start.
 """
@@ -23,8 +23,8 @@ from ..request import RequestId
 from .fairness import AGING_SECONDS, Clock, Party
 from .footprints import Footprints, Trail
 
-PATIENCE = 8
-"""For how many times as long as its recomputing takes a session that rests keeps its place."""
+SWAP_SHARE = 8
+"""Places change by age as often as to spend one second in so many on computing again."""
 
 SESSION_IDLE_SECONDS = 600.0
 """A session that has rested for so long is forgotten; it is a new one when it comes back."""
@@ -173,7 +173,7 @@ class Sessions:
         displaced = self._agreed[1] if self._agreed and self._agreed[0] == request else []
         if session is self._heir and displaced:
             missed = self._recompute(len(turn.trail) - self._footprints.shared(turn.trail))
-            self._aged_at = now + max(AGING_SECONDS, PATIENCE * missed)
+            self._aged_at = now + max(AGING_SECONDS, SWAP_SHARE * missed)
         for each in displaced:
             self._replace(each, request)
         if session.last is not None:
@@ -377,7 +377,7 @@ class Sessions:
         if session.last is None:
             return -math.inf
         again = self._recompute(session.own)
-        worth = PATIENCE * again if self._running else again
+        worth = again * (1 + self._running)
         if session.hint is not None:
             worth = session.hint + again if session.hint <= worth else 0.0
         return max(session.idle_since + min(worth, SESSION_IDLE_SECONDS), session.pinned_until)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlx_swarm.broker.engine.fairness import AGING_SECONDS, Party
 from mlx_swarm.broker.engine.footprints import Footprints, Trail
-from mlx_swarm.broker.engine.sessions import PATIENCE, SESSION_IDLE_SECONDS, Sessions, Shortage
+from mlx_swarm.broker.engine.sessions import SESSION_IDLE_SECONDS, SWAP_SHARE, Sessions, Shortage
 from mlx_swarm.broker.engine.work import Admit, Decode
 from mlx_swarm.broker.request import RequestId as R
 from tests.engine.conversations import Conversations, Plan
@@ -83,7 +83,7 @@ def test_every_turn_ends_the_budget_holds_and_nothing_is_left(
     assert len(conversations.waited) == sum(len(plan.turns) for plan in plans)
     # Each waits for at most all others to have their turns by age, one after the other.
     turn = 0.05 * 4 * max(sum(plan.turns) + plan.output + shared for plan in plans)
-    swap = max(AGING_SECONDS, PATIENCE * TOKEN_SECONDS * 4 * 60 + PATIENCE * TOKEN_SECONDS * 40)
+    swap = max(AGING_SECONDS, SWAP_SHARE * TOKEN_SECONDS * 4 * 60 + SWAP_SHARE * TOKEN_SECONDS * 40)
     bound = (len(plans) + 2) * (swap + AGING_SECONDS + (len(plans) + 1) * turn)
     assert max(conversations.waited.values()) <= bound
     fake.now += SESSION_IDLE_SECONDS + 1
@@ -189,23 +189,26 @@ def runs(sessions: Sessions, number: int, tokens: int) -> None:
 
 
 def test_a_place_is_kept_for_as_long_as_its_recomputing_is_worth() -> None:
-    sessions, now = policy(30)
+    """10 tokens take 5 seconds: 5 where nobody runs, 10 beside one that does."""
+    sessions, now = policy(30, rate=2.0)
     runs(sessions, 0, 10)
     turn(sessions, 1, 10)
     sessions.arrived(R("new"), party(2), trail(2, 15))
-    assert not sessions.may_start(R("new"))
-    assert sessions.next_change() == AGING_SECONDS
-    now[0] = 9.0  # 8 times 10 tokens at 1 token a second are not over
-    assert not sessions.may_start(R("new"))
+    for now[0] in (0.0, 4.0):
+        assert not sessions.may_start(R("new"))
+        assert sessions.next_change() == 10.0
+    assert not sessions.is_due()
     sessions.ended(R("0 runs"), trail(0, 10), 10)
     assert not sessions.may_start(R("new"))
-    now[0] = 10.0  # once it is, where nobody runs
+    assert sessions.next_change() == 5.0
+    now[0] = 5.0
     assert sessions.is_due()
+    assert not sessions.is_due()
     assert sessions.may_start(R("new"))
 
 
 def test_an_expected_turn_keeps_its_place_and_one_that_is_far_off_does_not() -> None:
-    for hint, waits in ((5.0, True), (1000.0, False), (math.inf, False)):
+    for hint, waits in ((19.0, True), (21.0, False), (math.inf, False)):
         sessions, _ = policy(30)
         runs(sessions, 0, 10)
         turn(sessions, 1, 10, hint)
@@ -222,7 +225,7 @@ def test_what_is_known_later_goes_before_what_the_request_said() -> None:
 
 
 def test_who_has_waited_long_takes_the_place_of_who_had_most_service() -> None:
-    sessions, now = policy(30)
+    sessions, now = policy(30, rate=0.1)
     heard: list[tuple[str, object]] = []
 
     class Ear:
