@@ -31,7 +31,7 @@ GPU = LoadScale(
 CPU = LoadScale(
     model=SMALL,
     dtype="float32",
-    seconds={"sessions": 200},
-    sessions=SessionSizes(24, 4, 128, 256, 8, rows=4, think=0.3),
+    seconds={"sessions": 120},
+    sessions=SessionSizes(24, 4, 128, 128, 4, rows=4, think=0.2),
 )
 PRESETS = {"cpu": CPU, "gpu": GPU}

@@ -17,7 +17,8 @@ from ..trace.recorder import Recorder
 from .fairness import Party
 from .footprints import Trail
 from .row import Row
-from .sessions import Sessions, SessionsStatistics, Shortage
+from .session import SessionsStatistics, Shortage
+from .sessions import Sessions
 
 _log = logging.getLogger(__name__)
 

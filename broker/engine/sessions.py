@@ -8,98 +8,25 @@ there when they come back; a session that is not waits, and others pass it.
 An admitted session that rests keeps its place as long as that is worth it: until its next turn is
 expected, or for as long as it would take to compute its own KV again, and once more for each row
 that runs (a row without work is one row; computing holds up all). Who waits takes the places of
-those whose time is over. Who has waited for `AGING_SECONDS` takes, in turn,
-those of the sessions that have had most service since they were admitted, as often as the
-recomputing stays a small part; until there is room for it, who leaves it none does not start.
+those whose time is over. Who has waited for `AGING_SECONDS` takes, one after the other, those of
+the sessions that have had most service since they were admitted, as often as the recomputing stays
+a small part; until there is room for it, who leaves it none does not start. Where the conversation
+of an admitted session grows beyond the budget, those make room that have least to lose.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
-
-from msgspec import Struct
 
 from ..request import RequestId
 from .fairness import AGING_SECONDS, Clock, Party
 from .footprints import Footprints, Trail
+from .session import Observer, Session, SessionsStatistics, Shortage, Turn
 
 SWAP_SHARE = 8
 """Places change by age as often as to spend one second in so many on computing again."""
 
 SESSION_IDLE_SECONDS = 600.0
 """A session that has rested for so long is forgotten; it is a new one when it comes back."""
-
-
-class Shortage(NamedTuple):
-    """Why a session waits, in bytes: what it would add, what the admitted hold, the budget."""
-
-    need: int
-    held: int
-    budget: float
-
-
-class SessionsStatistics(Struct, frozen=True, kw_only=True):
-    """Sessions that are admitted and that wait to be, the bytes that the former take together, what
-    they may take, and how many lost their place to another so far. Pins that are in force, and
-    those that were refused.
-    """
-
-    admitted: int
-    waiting: int
-    bytes: int
-    budget: int
-    replaced: int
-    pins: int = 0
-    pins_refused: int = 0
-
-
-class Observer(Protocol):
-    """Hears of decisions."""
-
-    def waits(self, request: RequestId, shortage: Shortage) -> None:
-        """A request is passed over from now on."""
-
-    def replaced(self, party: Party, last: Trail | None, request: RequestId) -> None:
-        """A session, whose last turn left `last`, lost its place to that of a request."""
-
-
-class _Turn:
-    """A request of a session that is not over."""
-
-    def __init__(self, request: RequestId, session: "Session", trail: Trail, priority: int) -> None:
-        self.request = request
-        self.session = session
-        self.trail = trail
-        self.priority = priority
-        self.runs = False
-
-
-class Session:
-    """One conversation. `last` is what its last turn left, `own` how many tokens of it nobody
-    shared; `hint` is when its next turn is expected, in seconds from the end of that.
-    """
-
-    def __init__(self, party: Party, now: float) -> None:
-        self.party = party
-        self.turns: dict[RequestId, _Turn] = {}
-        self.last: Trail | None = None
-        self.own = 0
-        self.running = 0
-        self.service = 0.0
-        self.idle_since = now
-        self.hint: float | None = None
-        self.pinned_until = -math.inf
-
-    @property
-    def queued(self) -> list[_Turn]:
-        """Turns that have not started."""
-        return [turn for turn in self.turns.values() if not turn.runs]
-
-    @property
-    def trails(self) -> list[Trail]:
-        """What its working set consists of while it is admitted."""
-        running = [turn.trail for turn in self.turns.values() if turn.runs]
-        return running if self.last is None else [*running, self.last]
 
 
 class Sessions:
@@ -122,7 +49,7 @@ class Sessions:
         self._recompute = recompute
         self._observer = observer
         self._table: dict[Party, Session] = {}
-        self._turns: dict[RequestId, _Turn] = {}
+        self._turns: dict[RequestId, Turn] = {}
         self._admitted: dict[Session, None] = {}
         self._footprints = Footprints()
         # Since when sessions wait that were passed over.
@@ -141,7 +68,7 @@ class Sessions:
     def arrived(self, request: RequestId, party: Party, trail: Trail, priority: int = 0) -> None:
         """A request was queued, whose prompt and longest output are `trail`."""
         session = self._table.setdefault(party, Session(party, self._clock()))
-        self._turns[request] = session.turns[request] = _Turn(request, session, trail, priority)
+        self._turns[request] = session.turns[request] = Turn(request, session, trail, priority)
         self._changed()
 
     def may_start(self, request: RequestId) -> bool:
@@ -314,7 +241,7 @@ class Sessions:
     def _changed(self) -> None:
         self._looks_again_at = -math.inf
 
-    def _displaced(self, turn: _Turn, now: float) -> list[Session] | None:
+    def _displaced(self, turn: Turn, now: float) -> list[Session] | None:
         """Who has to lose its place for a turn to start; None if it has to wait."""
         session, heir = turn.session, self._heir
         if heir not in (None, session) and not self._leaves_room(turn, heir):
@@ -325,12 +252,12 @@ class Sessions:
                 return None
         return [] if fits else self._enough(turn, self._candidates(session, now))
 
-    def _comes_after(self, turn: _Turn) -> bool:
+    def _comes_after(self, turn: Turn) -> bool:
         """Whether admitted sessions have turns queued that go before one of a new session."""
         turns = (each for session in self._admitted for each in session.queued)
         return any(each.priority >= turn.priority for each in turns)
 
-    def _leaves_room(self, turn: _Turn, heir: Session | None) -> bool:
+    def _leaves_room(self, turn: Turn, heir: Session | None) -> bool:
         """Whether a turn may run beside those that do and the one that is next by age."""
         assert heir is not None
         footprints = Footprints(each.trail for each in self._turns.values() if each.runs)
@@ -356,7 +283,7 @@ class Sessions:
             ),
         )
 
-    def _enough(self, turn: _Turn, candidates: list[Session]) -> list[Session] | None:
+    def _enough(self, turn: Turn, candidates: list[Session]) -> list[Session] | None:
         """As many of the candidates as make room for a turn; None if all of them do not."""
         session, left = turn.session, self._footprints.copy()
         if session.last is not None:
@@ -382,7 +309,7 @@ class Sessions:
             worth = session.hint + again if session.hint <= worth else 0.0
         return max(session.idle_since + min(worth, SESSION_IDLE_SECONDS), session.pinned_until)
 
-    def _wait(self, turn: _Turn, now: float) -> None:
+    def _wait(self, turn: Turn, now: float) -> None:
         """Pass a request over, and see when to look again."""
         session = turn.session
         if session not in self._waiting:

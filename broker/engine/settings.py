@@ -11,7 +11,7 @@ from ..request import Usage
 from .batch import LaneStatistics
 from .pressure import PressureStatistics
 from .scheduler import SchedulerStatistics
-from .sessions import SessionsStatistics
+from .session import SessionsStatistics
 from .submission import MAX_QUEUE
 
 

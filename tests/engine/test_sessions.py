@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from mlx_swarm.broker.engine.fairness import AGING_SECONDS, Party
 from mlx_swarm.broker.engine.footprints import Footprints, Trail
-from mlx_swarm.broker.engine.sessions import SESSION_IDLE_SECONDS, SWAP_SHARE, Sessions, Shortage
+from mlx_swarm.broker.engine.session import Shortage
+from mlx_swarm.broker.engine.sessions import SESSION_IDLE_SECONDS, SWAP_SHARE, Sessions
 from mlx_swarm.broker.engine.work import Admit, Decode
 from mlx_swarm.broker.request import RequestId as R
 from tests.engine.conversations import Conversations, Plan
