@@ -1,16 +1,20 @@
 """One agent: a handle to a conversation whose turns run in the background."""
 
-from collections.abc import Generator
+from collections.abc import AsyncIterator, Generator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from mlx_swarm.broker.checks import check_kind
-from mlx_swarm.broker.errors import InvalidRequest, SwarmClosed
+from mlx_swarm.broker.errors import BrokerClosed, CacheError, InvalidRequest, SwarmClosed
 from mlx_swarm.broker.request import Message, Usage
 
 from .results import AgentResult
 from .scope import Scope, Settings
 from .transcript import Transcript
 from .turn import TextStream, Turn
+
+TOOL_SECONDS = 5.0
+"""What a tool is expected to take of which nothing is known."""
 
 
 class Agent:
@@ -39,6 +43,8 @@ class Agent:
         previous = self._turns[-1] if self._turns else None
         if previous is not None and previous.result is not None:
             previous.result.raise_error()
+        if previous is not None:
+            previous.is_followed = True
         number = len(self._turns)
         turn = Turn(self.name, number, text, self._transcript, self._scope, self._settings)
         self._turns.append(turn)
@@ -52,6 +58,24 @@ class Agent:
     def stream(self) -> TextStream:
         """The latest turn's reply piece by piece, from its beginning; raises what ended it."""
         return self._turns[-1].stream()
+
+    @asynccontextmanager
+    async def tool(self, seconds: float = TOOL_SECONDS) -> AsyncIterator[None]:
+        """Run a tool between two turns, `async with agent.tool(seconds=5.0): ...`.
+
+        While it runs, and for about so many seconds, the conversation stays in memory, as far as
+        the broker has room for that; what it refuses costs the next turn time, and nobody else.
+        """
+        name, settings = self.name, self._settings
+        with suppress(CacheError):  # the broker counts what it refuses
+            await self._scope.broker.pin(
+                seconds, agent=name, swarm=settings.swarm, tenant=settings.tenant
+            )
+        try:
+            yield
+        finally:
+            with suppress(BrokerClosed):
+                self._scope.broker.unpin(agent=name, swarm=settings.swarm, tenant=settings.tenant)
 
     def cancel(self) -> None:
         """End what runs or waits, now; what was computed stays in the cache."""

@@ -38,3 +38,13 @@ class SwarmBroker(Protocol):
 
     def stream(self, request: Request) -> Response: ...
     async def render(self, messages: Sequence[Message], *, model: str = "") -> RenderedPrompt: ...
+    def next_use(
+        self, seconds: float, *, agent: str = "", swarm: str = "", tenant: str = ""
+    ) -> None:
+        """When an agent, or without a name the whole swarm, is expected to go on; inf for never."""
+
+    async def pin(self, seconds: float, *, agent: str, swarm: str = "", tenant: str = "") -> int:
+        """Keep what an agent said last. Raises `CacheError` where too much is kept already."""
+
+    def unpin(self, *, agent: str, swarm: str = "", tenant: str = "") -> None:
+        """Keep it no longer."""

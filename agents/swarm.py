@@ -1,7 +1,9 @@
 """A swarm: agents that share instructions, and the scope in which they live."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import count
+from math import inf
 from types import TracebackType
 from typing import Self
 
@@ -9,7 +11,7 @@ import anyio
 from msgspec.structs import replace
 
 from mlx_swarm.broker.checks import check_kind, check_text, check_whole
-from mlx_swarm.broker.errors import InvalidRequest, SwarmClosed
+from mlx_swarm.broker.errors import InvalidRequest, SwarmClosed, SwarmError
 from mlx_swarm.broker.request import Grammar, Sampling, Usage
 
 from .agent import Agent, check_task
@@ -190,6 +192,12 @@ class Swarm:
             await scope.tasks.__aexit__(None, None, None)
         finally:
             self._feed.close()
+            self._say_farewell()
+
+    def _say_farewell(self) -> None:
+        """Nobody of the swarm comes back: what is its agents' own may leave memory first."""
+        with suppress(SwarmError):  # the broker may be closed already
+            self._broker.next_use(inf, swarm=self.name, tenant=self._settings.tenant)
 
     def _open_scope(self) -> Scope:
         if self._scope is None or self._scope.closed:

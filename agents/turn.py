@@ -33,7 +33,10 @@ from .transcript import Prompt, Transcript
 
 
 class Turn:
-    """What an agent was asked and what it answers: await it, or stream it, any number of times."""
+    """What an agent was asked and what it answers: await it, or stream it, any number of times.
+
+    It `is_followed` once the agent was asked something more.
+    """
 
     def __init__(
         self,
@@ -46,6 +49,7 @@ class Turn:
     ) -> None:
         self.agent = agent
         self.number = number
+        self.is_followed = False
         self._text = text
         self._transcript = transcript
         self._scope = scope
@@ -141,6 +145,7 @@ class Turn:
             swarm=settings.swarm,
             priority=settings.priority,
             deadline=settings.deadline,
+            next_use=0.0 if self.is_followed else None,
             cache=settings.cache,
         )
 

@@ -3,8 +3,8 @@
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -12,7 +12,8 @@ from anyio import to_thread
 from msgspec import Struct
 
 from .backend import describe, require_mlx
-from .checks import check_range, check_text, is_number
+from .checks import check_kind, check_range, check_text, check_wait, is_number
+from .engine.fairness import Party
 from .engine.mailbox import Mailbox
 from .engine.submission import MAX_QUEUE, Submission
 from .engine.thread import EngineThread
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 CLOSED_IN_LOADING = "the broker was closed while its model was loading"
 MOST_FLUSH_SECONDS = 86_400.0
+MAX_PINNED = 3600.0
 
 
 class BrokerStatistics(Struct, frozen=True, kw_only=True):
@@ -196,6 +198,46 @@ class Broker:
         check_text("text", text)
         return await to_thread.run_sync(self._text_of(model).encode, text)
 
+    def next_use(
+        self, seconds: float, *, agent: str = "", swarm: str = "", tenant: str = ""
+    ) -> None:
+        """Say in how many seconds an agent is expected to go on, whatever its last request said.
+
+        With `inf` it has ended: its own KV leaves first. Without `agent` that holds for all of the
+        swarm. Does not wait. Raises `InvalidRequest`.
+        """
+        check_wait("seconds", seconds)
+        party = _party(agent, swarm, tenant)
+        self._running().post_from_finaliser(lambda engine: engine.sessions.next_use(party, seconds))
+
+    async def pin(self, seconds: float, *, agent: str, swarm: str = "", tenant: str = "") -> int:
+        """Keep in memory what an agent said last, for a pause of about so many seconds.
+
+        Lasts until `unpin`, and twice as long at most. Returns how many tokens are kept, 0 if
+        memory has none. Raises `CacheError` where half of the cache would be pinned, and
+        `InvalidRequest`.
+        """
+        check_range("seconds", seconds, 0.0, MAX_PINNED, open_low=True)
+        party = _party(agent, swarm, tenant)
+        return await self._running().call(lambda engine: engine.sessions.pin(party, seconds))
+
+    def unpin(self, *, agent: str, swarm: str = "", tenant: str = "") -> None:
+        """End an agent's pin. Does not wait; harmless if there is none."""
+        party = _party(agent, swarm, tenant)
+        self._running().post_from_finaliser(lambda engine: engine.sessions.unpin(party))
+
+    @asynccontextmanager
+    async def holding(
+        self, seconds: float, *, agent: str, swarm: str = "", tenant: str = ""
+    ) -> AsyncIterator[int]:
+        """`pin` for as long as the context is open, say while a tool runs."""
+        kept = await self.pin(seconds, agent=agent, swarm=swarm, tenant=tenant)
+        try:
+            yield kept
+        finally:
+            with suppress(BrokerClosed):
+                self.unpin(agent=agent, swarm=swarm, tenant=tenant)
+
     async def statistics(self) -> BrokerStatistics:
         """What is going on now, and what it has cost since the start."""
         engine = await self._running().call(lambda engine: engine.statistics())
@@ -325,6 +367,12 @@ def runnable(model: str) -> Iterator[None]:
         lines = str(error).strip().splitlines() or [""]
         reason = f"{type(error).__name__}: {lines[0]}"
         raise ModelUnreadable(f"{model} was loaded but cannot run: {reason}") from error
+
+
+def _party(agent: str, swarm: str, tenant: str) -> Party:
+    for name, value in {"agent": agent, "swarm": swarm, "tenant": tenant}.items():
+        check_kind(name, value, str, "text")
+    return Party(tenant, swarm, agent)
 
 
 def _folder(cold: str | os.PathLike[str]) -> Path:

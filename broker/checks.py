@@ -36,6 +36,12 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def check_wait(name: str, value: Any) -> None:
+    """Raise unless `value` is a number of seconds from 0 on, or inf for ever."""
+    if not is_number(value) or not value >= 0:
+        raise InvalidRequest(f"{name} is {_quoted(value)}; it must be seconds, 0 or more, or inf")
+
+
 def check_text(name: str, value: Any) -> None:
     """Raise unless `value` is text that can be written as UTF-8."""
     check_kind(name, value, str, "text")

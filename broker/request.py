@@ -9,7 +9,7 @@ from typing import Literal, NewType, Self, get_args
 
 from msgspec import Struct, field
 
-from .checks import check_kind, check_range, check_sized, check_text, check_whole
+from .checks import check_kind, check_range, check_sized, check_text, check_wait, check_whole
 from .errors import InvalidRequest
 from .grammar import Grammar as Grammar
 from .sampling import Sampling as Sampling
@@ -46,6 +46,9 @@ class Request(Struct, frozen=True, kw_only=True):
     a turn all the same. With a `deadline` the request ends with `DeadlineExceeded` if it is not
     complete so many seconds after its submission; what it computed stays in the cache.
 
+    `next_use` says in how many seconds from its end the same agent is expected to go on from there;
+    inf for never. What is needed latest leaves the cache first.
+
     With a `grammar` the output keeps to it, and ends with the reason `stop` when it is complete;
     what `max_tokens` cuts off is a beginning of something complete.
 
@@ -81,6 +84,7 @@ class Request(Struct, frozen=True, kw_only=True):
     swarm: str = ""
     priority: int = 0
     deadline: float | None = None
+    next_use: float | None = None
     cache: bool = True
     deterministic: bool = False
     draft: str = ""
@@ -103,6 +107,8 @@ class Request(Struct, frozen=True, kw_only=True):
         check_range("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         if self.deadline is not None:
             check_range("deadline", self.deadline, 0.0, MAX_DEADLINE, open_low=True)
+        if self.next_use is not None:
+            check_wait("next_use", self.next_use)
         check_kind("cache", self.cache, bool, "True or False")
         self._check_lane()
 

@@ -337,6 +337,11 @@ class PromptCache:
         self._settle()
         return self._steering.pin(self._peek(namespace), as_tokens(tokens), ttl)
 
+    def unpin(self, tokens: TokenSource, namespace: str = "") -> int:
+        """Let a pin end that holds exactly these tokens; returns how many, or 0 for none."""
+        self._settle()
+        return self._steering.unpin(self._peek(namespace), tokens)
+
     def prioritise(self, tokens: TokenSource, priority: int, namespace: str = "") -> int:
         """Keep what is stored of `tokens` until all of a lower priority (0 unless raised) has left.
 
@@ -345,13 +350,20 @@ class PromptCache:
         self._settle()
         return self._steering.prioritise(self._peek(namespace), as_tokens(tokens), priority)
 
-    def next_use(self, target: TokenSource | PromptLease, eta: float, namespace: str = "") -> None:
+    def next_use(
+        self,
+        target: TokenSource | PromptLease,
+        eta: float,
+        namespace: str = "",
+        *,
+        instead: bool = False,
+    ) -> None:
         """Hint that a prompt, or the sequence of a lease, is needed again in `eta` seconds.
 
-        `inf` stands for never.
+        `inf` stands for never. With `instead` this takes the place of the hints before.
         """
         self._guard.check()
-        self._steering.next_use(self._peek(namespace), target, eta)
+        self._steering.next_use(self._peek(namespace), target, eta, instead)
 
     def give_way(self, nbytes: int) -> bool:
         """Evict until the ledger has `nbytes` for somebody else; whether it has."""

@@ -34,6 +34,14 @@ class Steering:
         space.tree.pin(node, ttl)
         return node.stop
 
+    def unpin(self, space: Space, tokens: TokenSource) -> int:
+        """Let a pin end; see `PromptCache.unpin`."""
+        node = space.tree.find(tokens)
+        if node is None or not space.tree.is_pinned(node):
+            return 0
+        space.tree.unpin(node)
+        return node.stop
+
     def prioritise(self, space: Space, wanted: Tokens, priority: int) -> int:
         """Let what is stored of a prompt leave later; see `PromptCache.prioritise`."""
         node = self._usable(space, wanted)
@@ -42,7 +50,9 @@ class Steering:
         space.tree.prioritise(node, priority)
         return node.stop
 
-    def next_use(self, space: Space, target: TokenSource | PromptLease, eta: float) -> None:
+    def next_use(
+        self, space: Space, target: TokenSource | PromptLease, eta: float, instead: bool
+    ) -> None:
         """Expect a use of a prompt or a lease's sequence; see `PromptCache.next_use`."""
         if isinstance(target, PromptLease):
             node = self._lender.node_of(target)
@@ -50,7 +60,7 @@ class Steering:
             path = space.tree.walk(target).path
             node = path[-1] if path else None
         if node is not None:
-            node.tree.expect(node, eta)
+            node.tree.expect(node, eta, instead=instead)
 
     def _usable(self, space: Space, wanted: Tokens) -> Node | None:
         """The node that ends where the usable part of a prompt does, split there if need be."""

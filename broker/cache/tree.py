@@ -326,14 +326,17 @@ class PrefixTree:
                 self._changed(walker)
             walker = walker.parent
 
-    def expect(self, node: Node, eta: float) -> None:
+    def expect(self, node: Node, eta: float, *, instead: bool = False) -> None:
         """Hint that the sequence ending at `node` is needed in `eta` seconds (inf: never again).
 
-        Several users may expect the same node; each hit takes the earliest expectation away.
+        Several users may expect the same node; each hit takes the earliest expectation away. With
+        `instead` nothing else is expected any more.
         Raises `CacheError` for an `eta` that is no number.
         """
         if math.isnan(eta):
             raise CacheError(f"expected in {eta} seconds; a number or inf is needed")
+        if instead:
+            node.hints = None
         _expect(node, self.clock() + eta)
         self._changed(node)
 

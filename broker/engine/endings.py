@@ -19,6 +19,7 @@ class Endings:
     """Hands tokens to the readers of open rows, and ends rows: all forget them, readers hear of it.
 
     `rows` are the open ones; those that ended leave it. `usage` is what these cost together.
+    `on_end` is called with each, and with how many of its tokens were put.
     """
 
     def __init__(
@@ -27,12 +28,14 @@ class Endings:
         scheduler: Scheduler,
         memory: RowMemory,
         recorder: Recorder,
+        on_end: Callable[[Row, int], None],
     ) -> None:
         self.usage = Usage()
         self._rows = rows
         self._scheduler = scheduler
         self._memory = memory
         self._recorder = recorder
+        self._on_end = on_end
 
     def receive(self, tokens: Sequence[RowToken], now: float) -> None:
         """Hand on the tokens of a step, and end the rows that got their last one.
@@ -73,7 +76,7 @@ class Endings:
         if rest:
             row.mailbox.put(Delta(row.id, rest, ()))
         kept = row.lane.keep(row)
-        self._retire(row)
+        self._retire(row, kept)
         if reason == "cancelled":
             self._recorder.note(
                 events.Cancelled, request=row.id, output_tokens=len(row.output), kept_tokens=kept
@@ -89,17 +92,17 @@ class Endings:
 
     def expire(self, row: Row) -> None:
         """The way out for a request past its deadline: an error, but what it computed is kept."""
-        row.lane.keep(row)
-        self.fail(row, too_late(row, self._recorder.now()))
+        kept = row.lane.keep(row)
+        self.fail(row, too_late(row, self._recorder.now()), kept)
 
-    def fail(self, row: Row, error: Exception) -> None:
+    def fail(self, row: Row, error: Exception, kept: int = 0) -> None:
         """The one way out for a request that failed."""
         failure = as_swarm_error(error, "failed", row.id)
         self._recorder.note(
             events.Failed, request=row.id, error=f"{type(failure).__name__}: {failure}"
         )
         row.mailbox.fail(failure)
-        self._retire(row)
+        self._retire(row, kept)
         row.lane.discard(row)
 
     def _receive(self, received: RowToken, now: float) -> None:
@@ -123,8 +126,9 @@ class Endings:
         if reason is not None or stream.stopped:
             self.end(row, "stop" if stream.stopped or reason == "stop" else "length")
 
-    def _retire(self, row: Row) -> None:
+    def _retire(self, row: Row, kept: int) -> None:
         del self._rows[row.id]
+        self._on_end(row, kept)
         self._memory.release(row)
         self._scheduler.ended(row.id)
         self.usage += row.usage(self._recorder.now())

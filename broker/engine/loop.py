@@ -5,7 +5,6 @@ that fails ends the rows of that step; the loop goes on.
 """
 
 import logging
-import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -25,7 +24,6 @@ from ..trace import events
 from ..trace.recorder import Recorder
 from .batch import BatchLane
 from .endings import Endings, as_swarm_error, too_late
-from .fairness import Party
 from .lane import Lane
 from .memory import RowMemory, bounded_pool, device_limit
 from .pressure import Level, Measures, MemoryWatch, Reading
@@ -35,6 +33,7 @@ from .roster import Drafts, ModelSource, Roster
 from .row import Row
 from .scheduler import Scheduler
 from .served import Served
+from .session_keeper import SessionKeeper, party_of
 from .settings import EngineSettings, EngineStatistics
 from .submission import Submission
 from .work import Admit, Decode, Expire, Hold, Part, Prefill, Store, Wait
@@ -105,11 +104,15 @@ class EngineLoop:
         if post is not None:
             # A resting thread is to wake up for the next write, and for who waits for its memory.
             self.cache.on_written = lambda: post(lambda: self.scheduler.memory_changed())
+        self.sessions = SessionKeeper(
+            self.cache, recorder, self._prefill_rate, lambda: self.scheduler.memory_changed()
+        )
         self.scheduler = Scheduler(
             self.cache.peek_prefix_len,
             max_rows=settings.max_rows,
             clock=recorder.now,
             has_memory=self._may_run,
+            may_start=self.sessions.policy.may_start,
             computed=self._computed,
         )
         self._looked_at = time.monotonic()
@@ -120,7 +123,9 @@ class EngineLoop:
             on_change=self._note_pressure,
             clock=recorder.now,
         )
-        self._endings = Endings(self._rows, self.scheduler, self._memory, recorder)
+        self._endings = Endings(
+            self._rows, self.scheduler, self._memory, recorder, self.sessions.ended
+        )
 
     @property
     def model(self) -> LoadedModel:
@@ -191,6 +196,7 @@ class EngineLoop:
             others=self.scheduler.queued,
             model=request.model,
         )
+        self.sessions.submitted(row)
         # Nobody waits for what a cache of no size will not have.
         namespace = row.namespace if row.reads_cache and self.cache.max_bytes else None
         self.scheduler.submit(
@@ -200,7 +206,7 @@ class EngineLoop:
             row.boundaries,
             max_tokens=row.max_tokens,
             lane=row.lane,
-            party=Party(request.tenant, request.swarm, request.agent),
+            party=party_of(row),
             priority=request.priority,
             deadline=row.deadline,
             alternatives=row.lacking_alternatives,
@@ -221,6 +227,7 @@ class EngineLoop:
         """What is going on, and what it has cost."""
         return EngineStatistics(
             requests=self.scheduler.statistics(),
+            sessions=self.sessions.statistics(),
             usage=self._endings.usage,
             models=self.roster.statistics(),
             cache=self.cache.statistics(),
@@ -231,6 +238,7 @@ class EngineLoop:
     def check_integrity(self) -> None:
         """Assert that scheduler, lane and cache agree with the open requests."""
         self.scheduler.check_integrity()
+        self.sessions.policy.check_integrity()
         self.cache.check_integrity()
         counts = self.scheduler.statistics()
         leases = sum(row.leases for row in self._rows.values())
@@ -255,6 +263,8 @@ class EngineLoop:
         """Do the next piece of work; False if there is none."""
         self._guard.check()
         self._relieve()
+        if self.sessions.policy.is_due():
+            self.scheduler.memory_changed()
         try:
             return self._turn()
         except Exception as error:  # nobody else would end these requests
@@ -265,9 +275,12 @@ class EngineLoop:
             return True
 
     def patience(self) -> float:
-        """Seconds until the next deadline is over, or until it is time to look for idle models."""
+        """Seconds until something may be due without a command: a deadline, a session that need no
+        longer wait, a look for idle models.
+        """
+        changes = [self.roster.next_look, self.sessions.policy.next_change()]
         deadline = self.scheduler.next_deadline()
-        soonest = min(self.roster.next_look, math.inf if deadline is None else deadline)
+        soonest = min(changes if deadline is None else [*changes, deadline])
         return max(soonest - self._recorder.now(), 0.0)
 
     def close(self) -> None:
@@ -395,10 +408,12 @@ class EngineLoop:
         if now - self._looked_at >= LOOK_SECONDS:
             self._looked_at = now
             self.cache.demote_idle(IDLE_SECONDS)
+            self.sessions.policy.forget()
         return False
 
     def _admit(self, row: Row, not_worth_waiting: bool) -> None:
         now = self._recorder.now()
+        self.sessions.policy.started(row.id)
         if row.admitted is None:
             self._note_admission(row, now)
         row.admitted = now
@@ -564,6 +579,9 @@ class EngineLoop:
             self._spans[lane.name] = spans
             self._recorder.note(events.Shared, rows=rows, spans=spans, model=lane.name)
         self._recorder.note(events.DecodeStep, rows=rows, seconds=seconds, model=lane.name)
+
+    def _prefill_rate(self) -> float:
+        return max((served.pace.rate for served in self.roster.loaded()), default=0.0)
 
     def _serve(self, model: LoadedModel, base: LoadedModel | None = None, name: str = "") -> Served:
         return Served(

@@ -56,6 +56,11 @@ class Pace:
         self._stepped = True
         self._steps.append(seconds)
 
+    @property
+    def rate(self) -> float:
+        """Prompt tokens computed in a second; 0 before anything was."""
+        return statistics.median(self._rates) if self._rates else 0.0
+
     def chunk(self, *, decoding: bool) -> int:
         """Tokens to compute at once; with `decoding`, until the next decode step."""
         if self._fixed is not None:

@@ -94,10 +94,14 @@ class Roster:
         self.next_look = math.inf if idle_unload is None else recorder.now()
         """When, on the recorder's clock, to call `unload_idle`."""
 
+    def loaded(self) -> Iterator[Served]:
+        """The models that are in memory."""
+        return (entry.served for entry in self._distinct() if entry.served is not None)
+
     @property
     def lanes(self) -> Iterator[Lane]:
         """The lanes of all models that are loaded."""
-        for served in self._loaded():
+        for served in self.loaded():
             yield from served.lanes
 
     @property
@@ -188,7 +192,7 @@ class Roster:
 
     def close(self) -> None:
         """Unload everything."""
-        for served in reversed(list(self._loaded())):
+        for served in reversed(list(self.loaded())):
             served.close()
 
     def _open(self, name: str, source: ModelSource) -> Served:
@@ -259,9 +263,6 @@ class Roster:
         if entry is None:
             raise ModelNotFound(f"no model {name!r} is loaded; there are {self._names()}")
         return entry
-
-    def _loaded(self) -> Iterator[Served]:
-        return (entry.served for entry in self._distinct() if entry.served is not None)
 
     def _distinct(self) -> list[_Entry]:
         return list({id(entry): entry for entry in self._entries.values()}.values())

@@ -123,6 +123,7 @@ class Scheduler:
     says whether a request may run now. If not, it stays the next of its priority and those behind
     it wait as well, so that nobody is overtaken for ever. `clock` is what deadlines and aging go
     by. `computed(request)` are the tokens that a decoding row of a lane that donates could store.
+    `may_start(request)` is asked before: who may not is passed over, and nobody waits for it.
     """
 
     def __init__(
@@ -134,9 +135,11 @@ class Scheduler:
         computed: Callable[[RequestId], Tokens],
         minimum_shared: int = MINIMUM_SHARED_TOKENS,
         has_memory: Callable[[RequestId], bool] = lambda request: True,
+        may_start: Callable[[RequestId], bool] = lambda request: True,
     ) -> None:
         self._known = known
         self._has_memory = has_memory
+        self._may_start = may_start
         self._max_rows = max_rows
         self._computed = computed
         self._minimum_shared = max(minimum_shared, 1)
@@ -347,7 +350,7 @@ class Scheduler:
                 if (entry.leader, leader.followers.get(entry)) != (leader, shared):
                     self._follow(entry, leader, shared)
                     return Wait(entry.request, leader.request, shared)
-            elif self._admits and self._is_full(entry.lane):
+            elif self._admits and (self._is_full(entry.lane) or not self._may_start(entry.request)):
                 self._unfollow(entry)
             elif self._admits and self._has_memory(entry.request):
                 self._undecided = True

@@ -12,6 +12,7 @@ from .batch import LaneStatistics
 from .pressure import PressureStatistics
 from .scheduler import SchedulerStatistics
 from .serial import DRAFT_TOKENS, SerialStatistics
+from .session import SessionsStatistics
 from .submission import MAX_QUEUE
 
 
@@ -49,11 +50,12 @@ class ModelStatistics(Struct, frozen=True, kw_only=True):
 
 
 class EngineStatistics(Struct, frozen=True, kw_only=True):
-    """Requests by state, what all requests together have cost so far, the models that are loaded,
-    the prompt cache, the memory ledger, and what the process really takes.
+    """Requests by state, the agents' sessions, what all requests together have cost so far, the
+    models that are loaded, the prompt cache, the memory ledger, and what the process really takes.
     """
 
     requests: SchedulerStatistics
+    sessions: SessionsStatistics
     usage: Usage
     models: dict[str, ModelStatistics]
     cache: CacheStatistics

@@ -90,6 +90,36 @@ class Held(Event, frozen=True):
     others: int
 
 
+class Deferred(Event, frozen=True):
+    """It is a request's turn, but its agent's session is not among those whose KV fits into memory
+    together, or has grown too large for that: it would add `need` bytes to the `held` ones, of
+    which there may be `budget`. Others go on.
+    """
+
+    request: str
+    need: int
+    held: int
+    budget: int
+
+
+class Displaced(Event, frozen=True):
+    """The session of an agent that rests lost its place in memory to the one of a request."""
+
+    agent: str
+    swarm: str
+    tenant: str
+    request: str
+
+
+class PinRefused(Event, frozen=True):
+    """What an agent said last cannot be kept in memory while it waits: too much is kept already."""
+
+    agent: str
+    swarm: str
+    tenant: str
+    error: str
+
+
 class Admitted(Event, frozen=True):
     """A request's turn came after so many seconds, with `others` still queued.
 
@@ -288,6 +318,9 @@ TraceEvent = (
     | Queued
     | Waiting
     | Held
+    | Deferred
+    | Displaced
+    | PinRefused
     | Admitted
     | Planned
     | PrefillChunk

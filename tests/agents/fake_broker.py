@@ -8,6 +8,7 @@ from typing import Self
 import anyio
 from msgspec import Struct
 
+from mlx_swarm.broker.errors import CacheError
 from mlx_swarm.broker.request import (
     Completed,
     Delta,
@@ -42,7 +43,10 @@ class Reply(Struct, frozen=True):
 
 
 class FakeBroker:
-    """`answer` makes the reply to a request; `requests` keeps them, `open` counts those live."""
+    """`answer` makes the reply to a request; `requests` keeps them, `open` counts those live.
+
+    `steered` are the hints of a next use, `pinned` the agents whose KV is to stay.
+    """
 
     def __init__(self, answer: Callable[[Request], Reply] = lambda request: Reply()) -> None:
         self.answer = answer
@@ -50,6 +54,24 @@ class FakeBroker:
         self.open = 0
         self.most_open = 0
         self.stored: list[tuple[int, ...]] = []
+        self.steered: list[tuple[str, str, str, float]] = []
+        self.pinned: dict[str, float] = {}
+        self.refuses_pins = False
+
+    def next_use(
+        self, seconds: float, *, agent: str = "", swarm: str = "", tenant: str = ""
+    ) -> None:
+        self.steered.append((agent, swarm, tenant, seconds))
+
+    async def pin(self, seconds: float, *, agent: str, swarm: str = "", tenant: str = "") -> int:
+        await anyio.lowlevel.checkpoint()
+        if self.refuses_pins:
+            raise CacheError("3 GiB would be pinned; the limit is 1 GiB")
+        self.pinned[agent] = seconds
+        return 1
+
+    def unpin(self, *, agent: str, swarm: str = "", tenant: str = "") -> None:
+        self.pinned.pop(agent, None)
 
     async def render(self, messages: Sequence[Message], *, model: str = "") -> Rendered:
         await anyio.lowlevel.checkpoint()

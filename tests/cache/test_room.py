@@ -77,6 +77,27 @@ class TestEviction:
         assert cache.find_exact(sequence(3, 10)) is None
         assert cache.find_exact(sequence(1, 10)) is not None
 
+    def test_a_pin_ends_when_it_is_taken_back(self) -> None:
+        cache = PromptCache(30 * TOKEN_BYTES)
+        put(cache, sequence(1, 10))
+        cache.pin([*sequence(1, 10), 99])
+        assert cache.unpin(sequence(1, 9)) == 0
+        assert cache.statistics().total.pinned_bytes == 10 * TOKEN_BYTES
+        assert cache.unpin(sequence(1, 10)) == 10
+        assert cache.unpin(sequence(1, 10)) == 0
+        assert cache.statistics().total.pinned_bytes == 0
+
+    @pytest.mark.parametrize("instead", [False, True])
+    def test_a_later_hint_can_take_the_place_of_those_before(self, instead: bool) -> None:
+        cache = PromptCache(30 * TOKEN_BYTES, clock=(clock := Clock()))
+        for start in (1, 2, 3):
+            clock.now += 1
+            put(cache, sequence(start, 10))
+        cache.next_use(sequence(3, 10), 0.5)
+        cache.next_use(sequence(3, 10), float("inf"), instead=instead)
+        put(cache, sequence(4, 10))
+        assert (cache.find_exact(sequence(3, 10)) is None) is instead
+
     def test_dead_parts_of_extents_are_reported_then_compacted(self) -> None:
         cache = PromptCache(100 * TOKEN_BYTES)
         put(cache, range(80))

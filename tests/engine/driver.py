@@ -1,5 +1,6 @@
 """The engine's loop without a thread or an event loop: turn by turn, in the test's own thread."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -111,8 +112,16 @@ class Driver:
 
     def run(self, turns: int = 1 << 30) -> None:
         """So many turns, or until nothing is left to do."""
-        while turns and self.engine.turn():
+        while turns and (self.engine.turn() or self._waits()):
             turns -= 1
+
+    def _waits(self) -> bool:
+        """Sleep until a session need not wait any more; False if none does."""
+        change = self.engine.sessions.policy.next_change()
+        if change == math.inf:
+            return False
+        time.sleep(max(change - self.recorder.now(), 0.0))
+        return True
 
     def decode_all(self, boxes: Sequence[Box], tokens: int) -> None:
         """Turns until each of the boxes has received that many tokens."""

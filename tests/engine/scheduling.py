@@ -3,6 +3,7 @@
 Its clock stands still unless a turn takes `turn_seconds`.
 """
 
+import math
 from collections import Counter
 from typing import TypeVar
 
@@ -10,7 +11,9 @@ import numpy as np
 
 from mlx_swarm.broker.cache.prefix_hash import Tokens, common_prefix_length
 from mlx_swarm.broker.engine.fairness import Party
+from mlx_swarm.broker.engine.footprints import Trail
 from mlx_swarm.broker.engine.scheduler import Scheduler
+from mlx_swarm.broker.engine.sessions import Sessions
 from mlx_swarm.broker.engine.work import (
     Admit,
     Decode,
@@ -46,8 +49,9 @@ class FakeEngine:
     """Does what the scheduler says and keeps the books.
 
     `refuses` is a cache that takes nothing; with `lasting` rows can be stored while they decode.
-    Running rows have `room` for so many tokens of prompts together. `served` counts the tokens
-    computed for each party's requests.
+    Running rows have `room` for so many tokens of prompts together, sessions of agents with a name
+    for `budget`; computing a token takes `token_seconds`. `served` counts the tokens computed for
+    each party's requests.
     """
 
     def __init__(
@@ -61,14 +65,18 @@ class FakeEngine:
         lasting: bool = False,
         room: int = 1 << 30,
         turn_seconds: float = 0.0,
+        budget: float = math.inf,
+        token_seconds: float = 0.0,
     ) -> None:
         self.now = 0.0
         self.turn_seconds = turn_seconds
+        self.sessions = Sessions(budget, lambda: self.now, lambda tokens: tokens * token_seconds)
         self.scheduler = Scheduler(
             self.known,
             max_rows=max_rows,
             clock=lambda: self.now,
             has_memory=self._has_room,
+            may_start=self.sessions.may_start,
             minimum_shared=minimum_shared,
             computed=self.held,
         )
@@ -83,6 +91,7 @@ class FakeEngine:
         self.decoded: Counter[RequestId] = Counter()
         self.outputs: dict[RequestId, int] = {}
         self.parties: dict[RequestId, Party] = {}
+        self.hints: dict[RequestId, float | None] = {}
         self.lanes: dict[RequestId, FakeLane] = {}
         self.served: Counter[Party] = Counter()
         self.memory: list[tuple[str, Tokens]] = []
@@ -104,6 +113,7 @@ class FakeEngine:
         output: int = 0,
         lane: FakeLane | None = None,
         alternatives: int | None = None,
+        hint: float | None = None,
     ) -> RequestId:
         request = RequestId(name)
         prompt = np.array(tokens, np.uint32)
@@ -112,6 +122,10 @@ class FakeEngine:
         self.submitted_tokens += len(tokens)
         self.outputs[request] = output or self.output
         self.parties[request] = party or Party()
+        self.hints[request] = hint
+        if namespace is not None and self.parties[request].agent:
+            trail = Trail.of(namespace, prompt, self.outputs[request])
+            self.sessions.arrived(request, self.parties[request], trail, priority)
         self.lanes[request] = lane or self.lane
         self.alternatives[request] = alternatives
         self.scheduler.submit(
@@ -139,6 +153,8 @@ class FakeEngine:
     def turn(self) -> Work | None:
         """One piece of work, done."""
         self.now += self.turn_seconds
+        if self.sessions.is_due():
+            self.scheduler.memory_changed()
         work = self.scheduler.next()
         if work is not None:
             self.log.append(work)
@@ -147,6 +163,7 @@ class FakeEngine:
         assert len(self.log) <= 4 * self.submitted_tokens + 20 * self.submitted + outputs
         match work:
             case Admit(request):
+                self.sessions.started(request)
                 prompt, namespace = self.prompts[request]
                 alternatives = self.alternatives[request]
                 found = self.known(prompt, namespace, alternatives) if namespace else 0
@@ -164,7 +181,7 @@ class FakeEngine:
                 self.cancel(request)
             case Wait() | Hold() | None:
                 pass
-        self.scheduler.check_integrity()
+        self.check_integrity()
         return work
 
     def drain(self) -> None:
@@ -176,14 +193,17 @@ class FakeEngine:
     def cancel(self, request: RequestId) -> None:
         """End a request; what it computed is kept."""
         self.keep(request)
-        self.fail(request)
+        held, namespace = self.held(request), self.prompts[request][1]
+        is_kept = namespace is not None and len(held) and not self.refuses
+        self._end(request, Trail.of(namespace, held, 0) if namespace and is_kept else None)
 
     def fail(self, request: RequestId) -> None:
         """End a request; what it computed is lost."""
-        del self.prompts[request]
-        self.positions.pop(request, None)
-        self.scheduler.ended(request)
+        self._end(request, None)
+
+    def check_integrity(self) -> None:
         self.scheduler.check_integrity()
+        self.sessions.check_integrity()
 
     def keep(self, request: RequestId) -> None:
         prompt, namespace = self.prompts[request]
@@ -208,6 +228,13 @@ class FakeEngine:
     def works(self, kind: type[WorkType]) -> list[WorkType]:
         """All work of one kind so far."""
         return [work for work in self.log if isinstance(work, kind)]
+
+    def _end(self, request: RequestId, kept: Trail | None) -> None:
+        self.sessions.ended(request, kept, self.decoded[request], self.hints[request])
+        del self.prompts[request]
+        self.positions.pop(request, None)
+        self.scheduler.ended(request)
+        self.check_integrity()
 
     def _has_room(self, request: RequestId) -> bool:
         used = sum(len(self.prompts[row][0]) for row in self.positions)

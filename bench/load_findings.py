@@ -1,0 +1,133 @@
+"""What the parts of `bench.load` find, as records in files and as lines and tables to be read."""
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from bench.runner import Comparison, Machine
+from bench.swarm_findings import Spread
+from bench.swarm_records import ResultsUnreadable
+from bench.swarm_table import table
+
+Cells = list[str]
+
+
+class Policy(Struct, frozen=True, kw_only=True):
+    """What came of all conversations under one policy, in its run of median length.
+
+    `prefilled` and `ram` are tokens of prompts that were computed and that memory had; `turns` are
+    seconds from a turn's question to the end of its reply; `fairness` is Jain's index of the
+    sessions' times for a turn on average (1: all the same); `replaced` sessions lost their place.
+    """
+
+    name: str
+    seconds: float
+    prefilled: int
+    ram: int
+    turns: Spread
+    fairness: float
+    replaced: int
+
+
+class Sessions(Struct, frozen=True, kw_only=True, tag=True):
+    """Conversations whose working sets are `over` times what memory takes: policies compared by
+    the seconds until all are over. `distinct` tokens have to be prefilled at least.
+    """
+
+    sessions: int
+    turns: int
+    over: float
+    rows: int
+    distinct: int
+    comparison: Comparison
+    policies: tuple[Policy, ...]
+
+    TITLE = "Sessions beyond memory"
+    COLUMNS = (
+        "policy; prefilled tokens; over the least; from RAM; turn p50 s; p99 s; worst s; "
+        "makespan s; over everybody at once; fairness; replaced"
+    )
+
+    def rows_of_table(self) -> Iterable[Cells]:
+        """A row for each policy."""
+        ratios = {ratio.contender: ratio for ratio in self.comparison.ratios}
+        for each in self.policies:
+            ratio = ratios.get(each.name)
+            yield [
+                f"{each.name}, {self.sessions} x {self.turns} turns, {self.over:g} x RAM, "
+                f"{self.rows} rows",
+                f"{each.prefilled:,}",
+                f"{each.prefilled / self.distinct:.2f}",
+                f"{each.ram / (each.ram + each.prefilled):.0%}",
+                f"{each.turns.p50:.2f}",
+                f"{each.turns.p99:.2f}",
+                f"{each.turns.worst:.2f}",
+                f"{each.seconds:.1f}",
+                f"{ratio.value:.2f} ({ratio.verdict})" if ratio else "",
+                f"{each.fairness:.2f}",
+                f"{each.replaced}",
+            ]
+
+
+Finding = Sessions
+"""What any part finds."""
+
+KINDS = (Sessions,)
+
+
+class LoadRecord(Struct, frozen=True, kw_only=True):
+    """A finding and its conditions. `attention` is what served the model's layers, and why."""
+
+    date: str
+    machine: Machine
+    model: str
+    dtype: str
+    attention: str
+    found: Finding
+
+
+def append(path: str | os.PathLike[str], record: LoadRecord) -> None:
+    """Add a record to a file."""
+    with open(path, "ab") as file:
+        file.write(msgspec.json.encode(record) + b"\n")
+
+
+def read(paths: Iterable[str | os.PathLike[str]]) -> list[LoadRecord]:
+    """All records of some files. Raises `ResultsUnreadable`, or `OSError`."""
+    records = []
+    for path in paths:
+        for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
+            try:
+                records.append(msgspec.json.decode(line, type=LoadRecord))
+            except msgspec.DecodeError as error:
+                raise ResultsUnreadable(f"{path}, line {number}: {error}") from error
+    return records
+
+
+def lines(found: Finding) -> Iterable[str]:
+    """A finding as lines to be read while others are still measured."""
+    for row in found.rows_of_table():
+        pairs = zip(found.COLUMNS.split("; "), row, strict=True)
+        yield "; ".join(f"{name} {cell}".strip() for name, cell in pairs if cell)
+
+
+def markdown(records: Sequence[LoadRecord]) -> str:
+    """A page of everything, with the conditions on top."""
+    if not records:
+        return "No records.\n"
+    dates = sorted({record.date for record in records})
+    conditions = dict.fromkeys(
+        f"`python -m bench.load` with {record.model}, {record.dtype}; attention: "
+        f"{record.attention}; {record.machine}."
+        for record in records
+    )
+    parts = [f"# Many agents on one box, {' and '.join(dates)}", *conditions]
+    for kind in KINDS:
+        found = [record.found for record in records if isinstance(record.found, kind)]
+        if found:
+            rows = [row for each in found for row in each.rows_of_table()]
+            parts += [f"## {kind.TITLE}", table(kind.COLUMNS, rows)]
+    return "\n\n".join(parts) + "\n"
