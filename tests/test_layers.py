@@ -55,6 +55,7 @@ WITHOUT_MLX = (
     "broker/engine/deadlines.py",
     "broker/engine/fairness.py",
     "broker/engine/scheduler.py",
+    "broker/engine/preemption.py",
     "broker/engine/pressure.py",
     "broker/engine/footprint.py",
     "broker/engine/work.py",

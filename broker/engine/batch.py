@@ -90,6 +90,7 @@ class BatchLane:
         self._cache = cache
         self._pace = pace or Pace(TILE_ALONE)
         self.max_rows = max_rows
+        self.preempts = True
         self.exact_stops = not all(type(cache) is KVCache for cache in model.make_caches())
         self._self_test = self_test(model.model)
         self._verdict = batch_test(model.model, model.make_caches)
@@ -134,11 +135,11 @@ class BatchLane:
         """
         self._guard.check()
         if row.reads_cache:
-            row.lease = self._cache.lease(row.prompt, row.namespace, restoration)
-            row.plan = row.lease.plan if row.lease else self._cache.plan(row.prompt, row.namespace)
-        if row.lease is not None:
-            row.position = row.stored = row.lease.length
-            row.ram_tokens, row.cold_tokens = row.lease.ram_tokens, row.lease.cold_tokens
+            lease = self._cache.lease(row.sequence, row.namespace, restoration)
+            row.plan = lease.plan if lease else self._cache.plan(row.sequence, row.namespace)
+            row.take(lease)
+        else:
+            row.take(None)
         if self.can_seat(row):
             return
         if row.lease is not None:
@@ -190,7 +191,7 @@ class BatchLane:
         self._guard.check()
         cuts = range((row.position // TILE_ALONE + 1) * TILE_ALONE, stop, TILE_ALONE)
         for start, end in pairwise([row.position, *cuts, stop]):
-            self._model.model(mx.array(row.prompt[start:end])[None], cache=row.caches)
+            self._model.model(mx.array(row.sequence[start:end])[None], cache=row.caches)
             self._ahead.start(_arrays(row.caches), end - start)
         row.position = stop
 
@@ -272,7 +273,7 @@ class BatchLane:
     def _computed(self, row: Row) -> tuple[Sequence[int] | Tokens, Sequence[Any] | StoredRow]:
         if self._decoder.holds(row):
             return self._decoder.computed(row)
-        return row.prompt[: row.position if row.caches else 0], row.caches
+        return row.sequence[: row.position if row.caches else 0], row.caches
 
     def _put(
         self, row: Row, tokens: Sequence[int] | Tokens, caches: Sequence[Any] | StoredRow

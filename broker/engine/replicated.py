@@ -55,10 +55,10 @@ class ReplicatedDecoder:
         if row.grammar is not None:
             processors.append(row.grammar.process)
         (uid,) = self._generator.insert(
-            [row.prompt[-1:].tolist()],
-            max_tokens=[row.max_tokens],
+            [row.sequence[-1:].tolist()],
+            max_tokens=[row.left],
             caches=[caches],
-            all_tokens=[row.prompt[:-1].tolist()],
+            all_tokens=[row.sequence[:-1].tolist()],
             samplers=[watcher.sample if watcher else row.sampler],
             logits_processors=[processors],
         )

@@ -10,6 +10,7 @@ import numpy as np
 
 from mlx_swarm.broker.cache.prefix_hash import Tokens, common_prefix_length
 from mlx_swarm.broker.engine.fairness import Party
+from mlx_swarm.broker.engine.preemption import SLICE
 from mlx_swarm.broker.engine.scheduler import Scheduler
 from mlx_swarm.broker.engine.work import (
     Admit,
@@ -18,6 +19,7 @@ from mlx_swarm.broker.engine.work import (
     Hold,
     LanePolicy,
     Part,
+    Preempt,
     Prefill,
     Store,
     Wait,
@@ -32,6 +34,7 @@ class FakeLane:
     """Tells the scheduler what it wants to know."""
 
     exact_stops = False
+    preempts = True
 
     def __init__(self, max_rows: int, chunk: int, donates: bool = False) -> None:
         self.max_rows = max_rows
@@ -47,7 +50,7 @@ class FakeEngine:
 
     `refuses` is a cache that takes nothing; with `lasting` rows can be stored while they decode.
     Running rows have `room` for so many tokens of prompts together. `served` counts the tokens
-    computed for each party's requests.
+    computed for each party's requests, those computed again left out.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class FakeEngine:
         lasting: bool = False,
         room: int = 1 << 30,
         turn_seconds: float = 0.0,
+        slice_tokens: int = SLICE,
     ) -> None:
         self.now = 0.0
         self.turn_seconds = turn_seconds
@@ -71,6 +75,9 @@ class FakeEngine:
             has_memory=self._has_room,
             minimum_shared=minimum_shared,
             computed=self.held,
+            shortage=self._shortage,
+            promised=self._need,
+            slice_tokens=slice_tokens,
         )
         self.lane = FakeLane(max_rows, prefill_chunk, donates=lasting)
         self.lasting = lasting
@@ -82,6 +89,10 @@ class FakeEngine:
         self.positions: dict[RequestId, int] = {}
         self.decoded: Counter[RequestId] = Counter()
         self.outputs: dict[RequestId, int] = {}
+        self.asked: dict[RequestId, int] = {}
+        self.reached: Counter[RequestId] = Counter()
+        self.resumed_at: Counter[RequestId] = Counter()
+        self.recomputed = self.preemptions = 0
         self.parties: dict[RequestId, Party] = {}
         self.lanes: dict[RequestId, FakeLane] = {}
         self.served: Counter[Party] = Counter()
@@ -105,6 +116,7 @@ class FakeEngine:
         request = RequestId(name)
         prompt = np.array(tokens, np.uint32)
         self.prompts[request] = prompt, namespace
+        self.asked[request] = len(prompt)
         self.submitted += 1
         self.submitted_tokens += len(tokens)
         self.outputs[request] = output or self.output
@@ -135,7 +147,8 @@ class FakeEngine:
             self.log.append(work)
         # No piece of work is done for nothing, so there is an end to it.
         outputs = sum(self.outputs.values())
-        assert len(self.log) <= 4 * self.submitted_tokens + 20 * self.submitted + outputs
+        again = 20 * self.preemptions + 4 * self.recomputed
+        assert len(self.log) <= 4 * self.submitted_tokens + 20 * self.submitted + outputs + again
         match work:
             case Admit(request):
                 prompt, namespace = self.prompts[request]
@@ -149,6 +162,8 @@ class FakeEngine:
                 self.scheduler.stored(request, kept=not self.refuses)
             case Decode(lane):
                 self._decode(lane)
+            case Preempt(request):
+                self.preempt(request)
             case Expire(request):
                 self.cancel(request)
             case Wait() | Hold() | None:
@@ -161,6 +176,21 @@ class FakeEngine:
         while self.turn() is not None:
             pass
         assert not self.prompts, f"left behind: {list(self.prompts)}"
+
+    def preempt(self, request: RequestId) -> None:
+        """Take a request that runs from its row; what it computed is kept."""
+        self.preemptions += 1
+        self.keep(request)
+        sequence, namespace = self.held(request), self.prompts[request][1]
+        position = self.positions.pop(request)
+        self.reached[request] = max(self.reached[request], position)
+        if self.decoded[request]:
+            self.reached[request] = self.asked[request] + self.decoded[request] - 1
+        if self.decoded[request] > self.resumed_at[request]:
+            self.prompts[request] = sequence, namespace
+            self.resumed_at[request] = self.decoded[request]
+        self.scheduler.preempted(request, self.prompts[request][0])
+        self.scheduler.check_integrity()
 
     def cancel(self, request: RequestId) -> None:
         """End a request; what it computed is kept."""
@@ -182,9 +212,10 @@ class FakeEngine:
     def held(self, request: RequestId) -> Tokens:
         """Everything that a row has computed: of its prompt, then what it has answered."""
         prompt, position = self.prompts[request][0], self.positions.get(request, 0)
-        if not self.decoded[request]:
+        first, last = self.resumed_at[request], self.decoded[request]
+        if first == last:
             return prompt[:position]
-        answered = 1_000_000 + np.arange(self.decoded[request], dtype=np.uint32)
+        answered = 1_000_000 + np.arange(first, last, dtype=np.uint32)
         return np.concatenate([prompt, answered])
 
     @property
@@ -196,15 +227,25 @@ class FakeEngine:
         """All work of one kind so far."""
         return [work for work in self.log if isinstance(work, kind)]
 
+    def _need(self, request: RequestId) -> int:
+        return self.asked[request]
+
+    def _used(self) -> int:
+        return sum(map(self._need, self.positions))
+
     def _has_room(self, request: RequestId) -> bool:
-        used = sum(len(self.prompts[row][0]) for row in self.positions)
-        return not used or used + len(self.prompts[request][0]) <= self.room
+        return not self.positions or self._used() + self._need(request) <= self.room
+
+    def _shortage(self, request: RequestId) -> float:
+        return max(0, self._used() + self._need(request) - self.room)
 
     def _prefill(self, request: RequestId, start: int, stop: int) -> None:
         prompt, namespace = self.prompts[request]
         assert start == self.positions[request] < stop < len(prompt)
-        self.served[self.parties[request]] += stop - start
-        for end in range(start + 1, stop + 1):
+        known = max(start, min(stop, self.reached[request]))
+        self.recomputed += known - start
+        self.served[self.parties[request]] += stop - known
+        for end in range(known + 1, stop + 1):
             self.computed[namespace, prompt[:end].tobytes()] += 1
         self.positions[request] = stop
         self.scheduler.prefilled(request, stop, lasting=self.lasting)
