@@ -27,16 +27,18 @@ LOOKS = 16
 
 class Runner(Protocol):
     """A row that runs. `fresh` are the tokens computed for it since it was admitted, those of a
-    time before left out. `is_guarded` rows keep their place for a slice. `lost` tokens, which no
-    cache had kept, had to be computed again. `number` grows with admissions.
+    time before left out. `is_guarded` rows keep their place for a slice. `number` grows with
+    admissions. `urgency` is its priority, or that of who waits for what it computes. `lost` tokens,
+    which no cache had kept, had to be computed again.
     """
 
     account: Account
-    priority: int
     fresh: float
     is_guarded: bool
     number: int
 
+    @property
+    def urgency(self) -> int: ...
     @property
     def lost(self) -> int: ...
 
@@ -67,9 +69,9 @@ def is_over(row: Runner, size: int) -> bool:
 
 def reason_for(waiter: Waiter, row: Runner, size: int) -> PreemptionReason | None:
     """Why a row has to give its place to a request; None if it may keep it."""
-    if row.priority < waiter.priority and (not row.is_guarded or is_over(row, size)):
+    if row.urgency < waiter.priority and (not row.is_guarded or is_over(row, size)):
         return "priority"
-    if row.priority == waiter.priority and is_over(row, size):
+    if row.urgency == waiter.priority and is_over(row, size):
         return "slice" if ahead_of(row.account, waiter.account) >= size else None
     return None
 
@@ -105,7 +107,7 @@ def expendable(rows: Sequence[Row]) -> list[Row]:
 
 
 def _rank(row: Runner, beside: Account) -> tuple[float, float, int]:
-    return row.priority, -ahead_of(row.account, beside), -row.number
+    return row.urgency, -ahead_of(row.account, beside), -row.number
 
 
 def _is_enough(chosen: Sequence[Row], lack: Lack, promised: Callable[[Row], int]) -> bool:

@@ -118,6 +118,11 @@ class _Entry(Claim):
         self.number = 0
 
     @property
+    def urgency(self) -> int:
+        """The priority of the request, or of who waits for it."""
+        return max([self.asked_priority, *(each.priority for each in self.followers)])
+
+    @property
     def lost(self) -> int:
         """Tokens that were computed again for this row."""
         return self.reached if self.namespace is None else 0
@@ -642,7 +647,6 @@ class Scheduler:
             return False
         entry.state = _State.DECODING
         self._prefilling.discard(entry)
-        entry.priority = entry.asked_priority
         self._decoding[entry] = None
         self._free_followers(entry)
         self._reconsider()

@@ -1,10 +1,10 @@
 """Who gives a place to whom: by the scheduler's own work on an engine without MLX."""
 
 from collections import Counter
-from itertools import cycle
+from itertools import cycle, pairwise
 from typing import NamedTuple
 
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from mlx_swarm.broker.engine.fairness import QUANTUM, Account, Claim, Party, ahead_of
@@ -77,7 +77,7 @@ def test_as_few_go_as_make_enough_room_and_none_if_all_would_not() -> None:
     for name, size in (("big", 50), ("small", 20), ("urgent", 30)):
         engine.submit(name, [size] * size, priority=5 * (name == "urgent"))
     until(engine, Decode, 2)
-    engine.submit("other", [1] * 60, priority=3)
+    engine.submit("other", [1] * 45, priority=3)
     assert engine.turn() == Hold(R("other"), 0)
     assert engine.turn() == Preempt(R("big"), R("other"), "priority")
     assert engine.turn() == Admit(R("other"), False)
@@ -94,7 +94,7 @@ def test_rows_of_equal_priority_take_turns_of_a_slice() -> None:
     engine.drain()
     assert {reason for *_, reason in preempted(engine)} == {"slice"}
     order = admissions(engine)
-    assert all(one != other for one, other in zip(order, order[1:], strict=False))
+    assert all(one != other for one, other in pairwise(order))
     assert 4 <= len(order) <= 2 * (209 // SMALL + 1)
     assert engine.recomputed == 0
 
@@ -127,14 +127,12 @@ def test_a_prompt_that_others_wait_for_is_left_and_one_of_them_goes_on() -> None
     for number in range(2):
         engine.submit(f"urgent{number}", [number] * 30, priority=1)
     engine.drain()
-    assert (leader, R("urgent1"), "priority") in preempted(engine)
+    assert [request for request, *_ in preempted(engine)] == ["leader"]
     assert sum(engine.computed.values()) == len(engine.computed)
     assert engine.decoded[R("follower")] == engine.decoded[leader] == 3
 
 
-def test_what_no_cache_keeps_is_computed_again_at_most_once_for_every_slice_of_that_length() -> (
-    None
-):
+def test_what_no_cache_keeps_has_longer_slices_the_longer_it_is() -> None:
     engine = FakeEngine(max_rows=1, output=400, slice_tokens=SMALL)
     for name in "ab":
         engine.submit(name, [ord(name)] * 9, namespace=None, party=Party(agent=name))
@@ -167,7 +165,7 @@ JOBS = st.lists(st.builds(Job, st.integers(1, 400), st.integers(1, 400)), min_si
 
 
 @given(JOBS, JOBS, st.integers(1, 3))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_what_busy_agents_get_differs_by_slices_however_long_their_requests_are(
     first: list[Job], second: list[Job], rows: int
 ) -> None:
@@ -176,7 +174,7 @@ def test_what_busy_agents_get_differs_by_slices_however_long_their_requests_are(
     engine = FakeEngine(max_rows=rows, prefill_chunk=chunk, slice_tokens=SMALL)
     backlog = Cached(engine, {a: first, b: second})
     bound = (rows + 1) * (SMALL + QUANTUM + chunk + SMALL // LOOKS + 1)
-    while engine.served.total() < 8 * bound:
+    while engine.served.total() < 5 * bound:
         backlog.turn()
         assert abs(engine.served[a] - engine.served[b]) <= bound
 
@@ -228,7 +226,7 @@ LIVES = st.lists(
     st.booleans(),
     st.booleans(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, phases=[Phase.reuse, Phase.generate])
 def test_nobody_goes_for_nothing_nobody_goes_to_and_fro_and_all_end(
     lives: list[Life], rows: int, turn_seconds: float, room: int, lasting: bool, refuses: bool
 ) -> None:
@@ -290,7 +288,8 @@ class Rules:
                 assert self.owed in (None, beneficiary)
                 self.owed = beneficiary
                 high, low = self.priorities[beneficiary], self.priorities[request]
-                assert high > low if reason == "priority" else high == low
+                # Who waits for what a row computes lends it its priority.
+                assert high > low if reason == "priority" else high >= low
                 since = before[request] - self.last.get(request, 0)
                 if reason == "slice" or request in self.last:
                     assert since >= SMALL - 1
@@ -376,6 +375,7 @@ class Runner(Claim):
         self, account: Account, priority: int, fresh: float, is_guarded: bool, number: int
     ) -> None:
         super().__init__(account, priority, 1)
+        self.urgency = priority
         self.fresh = fresh
         self.is_guarded = is_guarded
         self.number = number
