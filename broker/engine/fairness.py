@@ -15,8 +15,8 @@ Rows are taken from those who run once others are a slice behind (`preemption`).
 always have requests queued differ, in what was computed for them, by no more than a slice, a
 quantum and a chunk for each row and once more. Where requests are shorter than that it is as much
 as all rows compute for one request each, or a quantum a row if that is more and they end long
-before they have to. A request that the cache keeps nothing of has longer slices: what it would have
-to compute again.
+before they have to. A request of which the cache did not keep all has longer slices, as long as
+what it has to compute again.
 """
 
 from collections.abc import Callable, Iterator

@@ -28,19 +28,18 @@ LOOKS = 16
 class Runner(Protocol):
     """A row that runs. `fresh` are the tokens computed for it since it was admitted, those of a
     time before left out. `is_guarded` rows keep their place for a slice. `number` grows with
-    admissions. `urgency` is its priority, or that of who waits for what it computes. `lost` tokens,
-    which no cache had kept, had to be computed again.
+    admissions. `urgency` is its priority, or that of who waits for what it computes. `lost` tokens
+    have to be computed again: when the row was preempted, or since, the cache did not keep them.
     """
 
     account: Account
     fresh: float
     is_guarded: bool
     number: int
+    lost: int
 
     @property
     def urgency(self) -> int: ...
-    @property
-    def lost(self) -> int: ...
 
 
 class Waiter(Protocol):
@@ -61,8 +60,8 @@ class Lack(NamedTuple):
 
 
 def is_over(row: Runner, size: int) -> bool:
-    """Whether a row has had its slice. One that had to compute all again has a longer one: so what
-    it comes to in all is at most three times what it would have been.
+    """Whether a row has had its slice. One that had to compute much again has a longer one: what is
+    computed again stays in proportion to what is not.
     """
     return row.fresh >= max(size, row.lost)
 

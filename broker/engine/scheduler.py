@@ -112,7 +112,7 @@ class _Entry(Claim):
         self.in_memory = 0
         self.looked_up_at = -1
         self.asked_priority = priority
-        self.reached = 0
+        self.reached = self.lost = 0
         self.fresh = 0.0
         self.is_guarded = False
         self.number = 0
@@ -121,11 +121,6 @@ class _Entry(Claim):
     def urgency(self) -> int:
         """The priority of the request, or of who waits for it."""
         return max([self.asked_priority, *(each.priority for each in self.followers)])
-
-    @property
-    def lost(self) -> int:
-        """Tokens that were computed again for this row."""
-        return self.reached if self.namespace is None else 0
 
     def next_stop(self, reach: int) -> int:
         """The next position at which to store: a boundary, where a follower parts, or the end.
@@ -263,6 +258,7 @@ class Scheduler:
         self._leave_queue(entry)
         self._restoring.pop(entry, None)
         entry.position = entry.stored = position
+        entry.lost = max(0, entry.reached - position)
         entry.state = _State.PREFILLING
         self._prefilling.add(entry)
         self._reconsider()

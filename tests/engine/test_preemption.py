@@ -20,7 +20,7 @@ SMALL = 40
 
 def preempted(engine: FakeEngine) -> list[tuple[str, str, str]]:
     """Who went for whom, and why."""
-    return [tuple(work) for work in engine.works(Preempt)]
+    return [(left, to, why) for left, to, why in engine.works(Preempt)]
 
 
 def admissions(engine: FakeEngine) -> list[R]:
@@ -341,7 +341,8 @@ def test_nobody_starves_whatever_arrives(
 ) -> None:
     """A request that is preempted again and again comes to its end all the same."""
     engine = FakeEngine(max_rows=rows, turn_seconds=0.5, room=room, slice_tokens=SMALL)
-    source = zip(*map(cycle, arrivals), strict=False)
+    agents, priorities, jobs = arrivals
+    source = zip(cycle(agents), cycle(priorities), cycle(jobs), strict=False)
 
     def fill() -> None:
         while len(engine.prompts) < rows + 5:
