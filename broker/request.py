@@ -193,8 +193,10 @@ class Usage(Struct, frozen=True, kw_only=True):
 
     prompt_tokens = ram_tokens + cold_tokens + prefilled_tokens. A prompt's last token is always
     computed, by the first decode step, and counted as prefilled: where all others were cached,
-    `prefill_seconds` are next to nothing, and the time to the first token is that step's. Seconds
-    are summed over requests, so for several that ran side by side they exceed the wall time.
+    `prefill_seconds` are next to nothing, and the time to the first token is that step's. Where a
+    request gave its place to others and the cache did not keep all of it, `recomputed_tokens` of
+    prompt and output were prefilled once more; no other number counts them. Seconds are summed over
+    requests, so for several that ran side by side they exceed the wall time.
     """
 
     requests: int = 0
@@ -203,6 +205,7 @@ class Usage(Struct, frozen=True, kw_only=True):
     cold_tokens: int = 0
     prefilled_tokens: int = 0
     output_tokens: int = 0
+    recomputed_tokens: int = 0
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0

@@ -62,6 +62,7 @@ WITHOUT_MLX = (
     "broker/engine/session.py",
     "broker/engine/sessions.py",
     "broker/engine/scheduler.py",
+    "broker/engine/preemption.py",
     "broker/engine/pressure.py",
     "broker/engine/footprint.py",
     "broker/engine/work.py",

@@ -398,6 +398,11 @@ class PromptCache:
         return self._holdings.allowed_bytes
 
     @property
+    def spare_bytes(self) -> int:
+        """Bytes at most that nothing which runs reads, pinned ones included."""
+        return self._holdings.unread_bytes
+
+    @property
     def is_writing(self) -> bool:
         """Whether something is on its way to the cold tier; it may leave RAM once it is there."""
         return self._writes is not None and self._writes.pending_bytes > 0

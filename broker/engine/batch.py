@@ -93,6 +93,7 @@ class BatchLane:
         self._pace = pace or Pace(TILE_ALONE)
         self.name = name or model.name
         self.max_rows = max_rows
+        self.preempts = True
         self.exact_stops = not all(type(cache) is KVCache for cache in model.make_caches())
         self.row_caches = RowCaches(model, cache, self_test(model.model))
         self._verdict = batch_test(model.model, model.make_caches)
@@ -207,11 +208,11 @@ class BatchLane:
         the piece before is computed.
         """
         self._guard.check()
-        asked = row.prompt_logprobs
+        asked = row.asking
         size = TILE_ALONE if asked is None else min(TILE_ALONE, asked.tile)
         cuts = range((row.position // size + 1) * size, stop, size)
         for start, end in pairwise([row.position, *cuts, stop]):
-            self.ahead.forward(self._model.model, row.prompt[start:end], row.caches, asked, start)
+            self.ahead.forward(self._model.model, row.sequence[start:end], row.caches, asked, start)
         row.position = stop
 
     def store(self, row: Row, shared: int) -> bool:
@@ -292,4 +293,4 @@ class BatchLane:
     def _computed(self, row: Row) -> tuple[Sequence[int] | Tokens, Sequence[Any] | StoredRow]:
         if self._decoder.holds(row):
             return self._decoder.computed(row)
-        return row.prompt[: row.position if row.caches else 0], row.caches
+        return row.sequence[: row.position if row.caches else 0], row.caches

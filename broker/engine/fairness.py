@@ -11,9 +11,12 @@ A higher priority goes first, until a lower one has gone unserved for `AGING_SEC
 longer: then it has one turn. Once in `AGING_SECONDS` a turn of each priority goes to who has waited
 longest, so that everybody's turn comes, whatever arrives.
 
-Rows are never taken from those who run. So agents who always have requests queued may differ, in
-what was computed for them, by as much as all rows compute for one request each, or by a quantum a
-row if that is more and requests end long before they have to.
+Rows are taken from those who run once others are a slice behind (`preemption`). So agents who
+always have requests queued differ, in what was computed for them, by no more than a slice, a
+quantum and a chunk for each row and once more. Where requests are shorter than that it is as much
+as all rows compute for one request each, or a quantum a row if that is more and they end long
+before they have to. A request of which the cache did not keep all has longer slices, as long as
+what it has to compute again.
 """
 
 from collections.abc import Callable, Iterator
@@ -102,6 +105,11 @@ class Account:
         for account in self.path:
             account.queued += 1
 
+    def requeue(self) -> None:
+        """A request that gave up its row waits for one again: it was not idle."""
+        for account in self.path:
+            account.queued += 1
+
     def leave_queue(self) -> None:
         """A request waits for a row no more."""
         for account in self.path:
@@ -159,11 +167,16 @@ class Claim:
         if self._ahead < 0:
             self._settle(self._ahead)
 
-    def close(self) -> None:
-        """The request is over: what it has paid for and did not need is given back."""
+    def stop(self) -> None:
+        """The request has no row any more: what it has paid for and did not need is given back."""
         if self._ahead is not None:
             self._settle(self._ahead)
             self.account.pay(-self._quantum)
+            self._ahead = None
+
+    def close(self) -> None:
+        """The request is over."""
+        self.stop()
         self.account.end()
 
     def _settle(self, ahead: float) -> None:
@@ -173,6 +186,14 @@ class Claim:
 
 exactly: Callable[[Account], float] = attrgetter("attained")
 """What an account has attained, to the token."""
+
+
+def ahead_of(one: Account, other: Account) -> float:
+    """By how much one has attained more than another, both or those they belong to being members
+    of the same; 0 for the same account.
+    """
+    pairs = zip(one.path, other.path, strict=True)
+    return next((a.attained - b.attained for a, b in pairs if a is not b), 0.0)
 
 
 def roughly(account: Account) -> float:
@@ -206,8 +227,8 @@ class FairQueue(Generic[ClaimType]):
     def __contains__(self, claim: ClaimType) -> bool:
         return claim in self.claims
 
-    def add(self, claim: ClaimType, *, front: bool = False) -> None:
-        """Line up; with `front` before everybody."""
+    def add(self, claim: ClaimType, *, front: bool = False, back: bool = False) -> None:
+        """Line up; with `front` before everybody. Who comes `back` is first of its agent's."""
         self.claims[claim] = None
         if front:
             self._front = {claim: None, **self._front}
@@ -218,7 +239,18 @@ class FairQueue(Generic[ClaimType]):
         level = self._waiting
         for step in _steps(claim):
             level = level.setdefault(step, {})
+        others = dict(level) if back else {}
+        if back:
+            level.clear()
         level[claim] = None
+        level.update(others)
+
+    def advance(self, claim: ClaimType) -> None:
+        """A claim, which is here, has its turn now: before everybody."""
+        if claim not in self._front:
+            self.served(claim)
+            self.discard(claim)
+            self.add(claim, front=True)
 
     def discard(self, claim: ClaimType) -> None:
         """Leave, if it is there."""

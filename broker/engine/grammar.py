@@ -106,6 +106,10 @@ class GrammarState:
             self.matcher.consume_token(token)
         self.check()
 
+    def rejoin(self) -> None:
+        """The row left its batch, all whose tokens were read here, and will join one again."""
+        self._begun = False
+
     def check(self) -> None:
         """Note what has gone wrong."""
         if self.error is None and self.matcher.is_error():

@@ -5,6 +5,7 @@ that fails ends the rows of that step; the loop goes on.
 """
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -36,7 +37,7 @@ from .served import Served
 from .session_keeper import SessionKeeper, party_of
 from .settings import EngineSettings, EngineStatistics
 from .submission import Submission
-from .work import Admit, Decode, Expire, Hold, Part, Prefill, Store, Wait
+from .work import Admit, Decode, Expire, Hold, Part, Preempt, Prefill, Store, Wait
 
 _log = logging.getLogger(__name__)
 
@@ -113,6 +114,8 @@ class EngineLoop:
             clock=recorder.now,
             has_memory=self._may_run,
             may_start=self.sessions.policy.may_start,
+            shortage=self._shortage,
+            promised=self._promised,
             computed=self._computed,
         )
         self._looked_at = time.monotonic()
@@ -339,7 +342,41 @@ class EngineLoop:
             self.scheduler.memory_changed()
 
     def _preempt(self, nbytes: int) -> None:
-        """Take memory from rows that run, once the cache has no more to give. None is taken yet."""
+        """Take memory from rows that run, once the cache has no more to give; one goes on."""
+        for request in self.scheduler.expendable():
+            if nbytes <= 0:
+                return
+            row = self._rows[request]
+            nbytes -= self._promised(request)
+            self._endings.guarded(row, self._suspend, "", "memory")
+
+    def _suspend(self, row: Row, by: str, reason: events.PreemptionReason) -> None:
+        """Take a row out of its lane; what it computed is put, and it is queued again."""
+        reads = row.lane.reads(row)
+        # What it will not come to use now may be what it takes to store the rest.
+        held = row.lane.kv_bytes(len(row.prompt) + len(row.output) - reads, reads)
+        self._memory.trim(row, held)
+        kept = row.lane.keep(row)
+        row.suspend(self._recorder.now())
+        self._memory.release(row)
+        self._recorder.note(
+            events.Preempted,
+            request=row.id,
+            by=by,
+            reason=reason,
+            output_tokens=len(row.output),
+            kept_tokens=kept,
+        )
+        self.scheduler.preempted(row.id, row.sequence)
+
+    def _promised(self, request: RequestId) -> int:
+        memory = self._rows[request].memory
+        return memory.remaining if memory is not None else 0
+
+    def _shortage(self, request: RequestId) -> float:
+        """Bytes that other rows would have to give up for one to run; under pressure none can."""
+        row = self._rows[request]
+        return math.inf if self._watch.pauses and row.memory is None else self._memory.lack(row)
 
     def _may_run(self, request: RequestId) -> bool:
         """Whether a request may run now. Under memory pressure nobody starts beside others."""
@@ -362,6 +399,8 @@ class EngineLoop:
                 )
             case Hold(request, others):
                 self._note_shortage(self._rows[request], others)
+            case Preempt(request, for_, reason):
+                self._endings.guarded(self._rows[request], self._suspend, for_, reason)
             case Expire(request):
                 self._endings.guarded(self._rows[request], self._endings.expire)
             case Prefill(parts):
@@ -392,7 +431,7 @@ class EngineLoop:
         self._recorder.note(
             events.Admitted,
             request=row.id,
-            seconds=now - row.submitted,
+            seconds=now - row.queued,
             priority=row.request.priority,
             tenant_tokens=round(standing.tenant),
             swarm_tokens=round(standing.swarm),
@@ -426,14 +465,14 @@ class EngineLoop:
         if self._cold is None or not row.reads_cache:
             return False
         if self._restoring.is_busy:
-            plan = self.cache.plan(row.prompt, row.namespace, row.lacking_alternatives)
+            plan = self.cache.plan(row.sequence, row.namespace, row.lacking_alternatives)
             if not plan.cold_tokens:
                 return False
             self.scheduler.restoring(row.id)
             self._restoring.wait(row)
             return True
         lacking = row.lacking_alternatives
-        restoration = self.cache.restoration(row.prompt, row.namespace, lacking)
+        restoration = self.cache.restoration(row.sequence, row.namespace, lacking)
         if restoration is None:
             return False
         self.scheduler.restoring(row.id)
@@ -453,7 +492,7 @@ class EngineLoop:
     def _keep(self, restoration: Restoration, row: Row) -> None:
         """Make what was read resident although nobody waits for it any more."""
         try:
-            lease = self.cache.lease(row.prompt, row.namespace, restoration)
+            lease = self.cache.lease(row.sequence, row.namespace, restoration)
         except Exception:  # nobody's request is to end for this
             _log.exception("what was read for %s is lost", row.id)
         else:
@@ -463,29 +502,45 @@ class EngineLoop:
     def _open(
         self, row: Row, not_worth_waiting: bool = False, restoration: Restoration | None = None
     ) -> None:
+        is_new = not row.opened
         row.lane.open(row, restoration)
         plan = row.plan
-        self._recorder.note(
-            events.Planned,
-            request=row.id,
-            prompt_tokens=len(row.prompt),
-            ram_tokens=row.ram_tokens,
-            cold_tokens=row.cold_tokens,
-            prefilled_tokens=len(row.prompt) - row.position,
-            donor=plan and plan.donor,
-            reason="not_worth_waiting" if not_worth_waiting else plan and plan.reason,
-            divergence=plan and plan.divergence,
-        )
-        row.mailbox.put(Started(row.id, len(row.prompt), row.ram_tokens, row.cold_tokens))
+        if is_new:
+            self._recorder.note(
+                events.Planned,
+                request=row.id,
+                prompt_tokens=len(row.prompt),
+                ram_tokens=row.ram_tokens,
+                cold_tokens=row.cold_tokens,
+                prefilled_tokens=len(row.prompt) - row.position,
+                donor=plan and plan.donor,
+                reason="not_worth_waiting" if not_worth_waiting else plan and plan.reason,
+                divergence=plan and plan.divergence,
+            )
+            row.mailbox.put(Started(row.id, len(row.prompt), row.ram_tokens, row.cold_tokens))
+        else:
+            self._note_resumption(row)
         if self.scheduler.admitted(row.id, row.position, self._put_points(row)):
             self._join(row)
+
+    def _note_resumption(self, row: Row) -> None:
+        cold = row.lease.cold_tokens if row.lease is not None else 0
+        self._recorder.note(
+            events.Resumed,
+            request=row.id,
+            output_tokens=len(row.output),
+            ram_tokens=row.position - cold,
+            cold_tokens=cold,
+            prefilled_tokens=len(row.sequence) - row.position,
+            reason=row.plan and row.plan.reason,
+        )
 
     def _put_points(self, row: Row) -> tuple[int, ...]:
         """Where the prompt cache, or the lane, wants the row's prefill to stop and store."""
         if not row.reads_cache:
             return ()
-        wanted = self.cache.put_points(row.prompt, row.namespace, row.boundaries)
-        return (*wanted, *row.lane.put_points(row.position, len(row.prompt) - 1))
+        wanted = self.cache.put_points(row.sequence, row.namespace, row.boundaries)
+        return (*wanted, *row.lane.put_points(row.position, len(row.sequence) - 1))
 
     def _prefill(self, parts: Sequence[Part]) -> None:
         """Long prompts one after the other, what is to be computed in the batch in one go."""

@@ -71,6 +71,13 @@ class RowMemory:
             need = self._need(row, self._known(row))
         self._promise(row, need)
 
+    def lack(self, row: Row) -> int:
+        """Bytes that a row needs beyond what is to be had now and what the cache could give up."""
+        if row.memory is not None:
+            return 0
+        need, available = self.shortage(row)
+        return max(0, need - available - self._cache.spare_bytes)
+
     def shortage(self, row: Row) -> tuple[int, int]:
         """Bytes that a row needs, and bytes that it could have now."""
         return self._need(row, self._known(row)), self._ledger.available(Purpose.TAILS)
@@ -98,6 +105,11 @@ class RowMemory:
             self._cache.give_way(more)
         self._promise(row, need)
 
+    def trim(self, row: Row, nbytes: int) -> None:
+        """Take back what was promised to a row beyond so many bytes."""
+        if row.memory is not None:
+            row.memory.resize(min(row.memory.remaining, nbytes))
+
     def release(self, row: Row) -> None:
         """Take back what was promised to a row. Doing so again is harmless."""
         if row.memory is not None:
@@ -109,7 +121,7 @@ class RowMemory:
         if not row.reads_cache:
             return 0
         lacking = row.lacking_alternatives
-        return self._cache.peek_prefix_len(row.prompt, row.namespace, lacking)
+        return self._cache.peek_prefix_len(row.sequence, row.namespace, lacking)
 
     def _promise(self, row: Row, need: int) -> None:
         if row.memory is not None:

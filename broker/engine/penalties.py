@@ -56,8 +56,12 @@ class Penalties:
         self._rules = rules
         self._restrained = rules._replace(banned=tuple(ends))
         self._free_from = len(prompt) + min_tokens
-        self.length = len(prompt)
-        self._recent = _Place(_window(prompt, rules.context), 0)
+        self.rewind(prompt)
+
+    def rewind(self, tokens: Tokens) -> None:
+        """Look at these tokens, prompt and output, whatever was noted before."""
+        self.length = len(tokens)
+        self._recent = _Place(_window(tokens, self._rules.context), 0)
 
     @property
     def rules(self) -> Rules:

@@ -52,10 +52,10 @@ class ReplicatedDecoder:
             raise EngineFailed(f"{reason}: such rows belong in the serial lane")
         sampler, processors, watcher = stock_sampling(row)
         (uid,) = self._generator.insert(
-            [row.prompt[-1:].tolist()],
-            max_tokens=[row.max_tokens],
+            [row.sequence[-1:].tolist()],
+            max_tokens=[row.left],
             caches=[caches],
-            all_tokens=[row.prompt[:-1].tolist()],
+            all_tokens=[row.sequence[:-1].tolist()],
             samplers=[sampler],
             logits_processors=[processors],
         )

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 from msgspec import Struct
 
 from ..cache.lease import PromptLease
@@ -14,6 +15,7 @@ from .grammar import GrammarState
 from .lane import Lane
 from .mailbox import Mailbox
 from .prompt_logprobs import PromptLogprobs
+from .sampling import RowSampler
 from .text import TextStream
 
 
@@ -36,9 +38,11 @@ class DraftKV:
 class Row:
     """What the engine knows of one request: prompt, KV, output, and when things happened.
 
-    `lane` is where it runs; `ends` are the tokens that end its output and are no text. `position`
-    counts the prompt tokens whose KV is there, in `caches`, in the batch, or only in the
-    lease; `stored` those of them that were put. Times are on the recorder's clock.
+    `lane` is where it runs; `ends` are the tokens that end its output and are no text. `sequence`
+    are the tokens to compute before its next output: the prompt, and what the row had answered when
+    it was last preempted. `position` counts those of them whose KV is there, in `caches`, in the
+    batch, or only in the lease; `stored` those that were put; `reached` how many there ever were.
+    Times are on the recorder's clock.
     """
 
     def __init__(
@@ -62,7 +66,7 @@ class Row:
         self.id = request_id
         self.request = request
         self.mailbox = mailbox
-        self.prompt = prompt
+        self.prompt = self.sequence = prompt
         self.boundaries = boundaries
         self.namespace = namespace
         self.max_tokens = max_tokens
@@ -79,14 +83,18 @@ class Row:
         self.caches: list[Any] = []
         self.position = 0
         self.stored = 0
+        self.reached = 0
+        self.opened = False
         self.ram_tokens = 0
         self.cold_tokens = 0
         self.output: list[int] = []
         self.logprobs: list[TokenLogprob] = []
-        self.submitted = submitted
+        self.submitted = self.queued = submitted
         self.admitted: float | None = None
         self.joined: float | None = None
         self.first_token: float | None = None
+        self._begun_at = 0
+        self._spent = Usage()
 
     @property
     def deadline(self) -> float | None:
@@ -122,20 +130,67 @@ class Row:
         asked = self.prompt_logprobs
         return None if asked is None or asked.is_complete else asked.alternatives
 
+    @property
+    def asking(self) -> PromptLogprobs | None:
+        """Who is to be told the log-probabilities of what is computed, which is prompt until there
+        is output.
+        """
+        return None if self.output else self.prompt_logprobs
+
+    @property
+    def left(self) -> int:
+        """Output tokens that may come after `sequence`."""
+        return self.max_tokens - (len(self.sequence) - len(self.prompt))
+
+    def take(self, lease: PromptLease | None) -> None:
+        """Begin, or go on, with what the cache has. Of the prompt counts as cached what nothing was
+        known of before.
+        """
+        self.opened, self.lease = True, lease
+        if lease is None:
+            return
+        self.position = self.stored = self._begun_at = lease.length
+        found = min(lease.length, len(self.prompt))
+        cold = max(0, found - max(self.reached, lease.ram_tokens))
+        self.ram_tokens += max(0, found - self.reached) - cold
+        self.cold_tokens += cold
+
+    def suspend(self, now: float) -> None:
+        """Give up the lane, which has let go of the row, to go on later where it is now."""
+        self._spent = self._costs(now)
+        self.sequence = np.concatenate([self.prompt, np.array(self.output, self.prompt.dtype)])
+        # A decode step forwards the last one, and does so again.
+        self.reached = len(self.sequence) - 1 if self.output else max(self.reached, self.position)
+        self.position = self.stored = self._begun_at = 0
+        self.plan = None
+        self.queued, self.admitted, self.joined = now, None, None
+        if isinstance(self.sampler, RowSampler):
+            self.sampler.rewind(self.sequence, len(self.output))
+        if self.grammar is not None:
+            self.grammar.rejoin()
+
     def usage(self, now: float) -> Usage:
         """What the row has cost until `now`; prompt tokens not reached are not counted."""
-        admitted = now if self.admitted is None else self.admitted
-        joined = now if self.joined is None else self.joined
         # The last prompt token is forwarded by the first decode step.
-        reached = self.position if not self.output else len(self.prompt)
-        return Usage(
+        is_whole = bool(self.output)
+        reached = len(self.prompt) if is_whole else max(self.reached, self.position)
+        return self._costs(now) + Usage(
             requests=1,
             prompt_tokens=reached,
             ram_tokens=self.ram_tokens,
             cold_tokens=self.cold_tokens,
             prefilled_tokens=reached - self.ram_tokens - self.cold_tokens,
             output_tokens=len(self.output),
-            queue_seconds=admitted - self.submitted,
+        )
+
+    def _costs(self, now: float) -> Usage:
+        """What adds up over the times that the row has run."""
+        admitted = now if self.admitted is None else self.admitted
+        joined = now if self.joined is None else self.joined
+        again = min(self.position, self.reached) - self._begun_at
+        return self._spent + Usage(
+            recomputed_tokens=max(0, again),
+            queue_seconds=admitted - self.queued,
             prefill_seconds=joined - admitted,
             decode_seconds=now - joined,
         )

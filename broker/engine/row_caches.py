@@ -49,16 +49,15 @@ class RowCaches:
         """Lease what the prompt cache has for a row; its position is where that ends."""
         self._guard.check()
         self.namespaces.add(row.namespace)
-        if row.reads_cache:
-            asked = row.prompt, row.namespace
-            lacking = row.lacking_alternatives
-            row.lease = self._cache.lease(*asked, restoration, lacking)
-            row.plan = row.lease.plan if row.lease else self._cache.plan(*asked, lacking)
-        if row.lease is not None:
-            if row.prompt_logprobs is not None and row.lease.logprobs is not None:
-                row.prompt_logprobs.know(row.lease.logprobs)
-            row.position = row.stored = row.lease.length
-            row.ram_tokens, row.cold_tokens = row.lease.ram_tokens, row.lease.cold_tokens
+        if not row.reads_cache:
+            row.take(None)
+            return
+        asked, lacking = (row.sequence, row.namespace), row.lacking_alternatives
+        lease = self._cache.lease(*asked, restoration, lacking)
+        row.plan = lease.plan if lease else self._cache.plan(*asked, lacking)
+        row.take(lease)
+        if row.prompt_logprobs is not None and lease is not None and lease.logprobs is not None:
+            row.prompt_logprobs.know(lease.logprobs[: len(row.prompt)])
 
     def lease_resident(self, holder: Holder, prompt: Tokens) -> int:
         """Lease what RAM has of a prompt; how many tokens that is."""

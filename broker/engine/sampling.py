@@ -101,6 +101,14 @@ class RowSampler:
         """Rows for which it is equal can be sampled in one call."""
         return self.settings, self.penalties and self.penalties.rules
 
+    def rewind(self, tokens: Tokens, index: int) -> None:
+        """Go on after `tokens`, prompt and output, with output token `index`: what was chosen later
+        is chosen again.
+        """
+        self.index = index
+        if self.penalties is not None:
+            self.penalties.rewind(tokens)
+
     def process(self, _: Any, logits: mx.array) -> mx.array:
         """The logits [1, vocabulary] after bias and penalties; what is handed in stays as it is."""
         try:

@@ -3,7 +3,8 @@
 Requests are admitted in their turn (`fairness`), up to `max_rows` at a time. Prefill goes by
 chunks, in turn as well, short rests of several prompts of one lane in one. After every chunk of
 prompt tokens at the latest comes a round of decode steps, one for each lane that has running rows.
-A request past its deadline ends, whatever its state.
+A request past its deadline ends, whatever its state. A row may have to give its place to another
+request, and is queued again (`preemption`).
 
 Single-flight: a request waits while a request that is being prefilled (its *leader*) will store a
 longer prefix of its prompt than memory holds. The leader stops exactly where the two part and
@@ -21,9 +22,23 @@ from msgspec import Struct
 
 from ..cache.prefix_hash import Tokens, common_prefix_length
 from ..request import RequestId
+from ..trace.events import PreemptionReason
 from .deadlines import Deadlines
 from .fairness import Account, Claim, Clock, FairQueue, Party, roughly
-from .work import Admit, Decode, Expire, Hold, LanePolicy, Part, Prefill, Store, Wait, Work
+from .preemption import LOOKS, SLICE, Lack, expendable, reason_for, victims
+from .work import (
+    Admit,
+    Decode,
+    Expire,
+    Hold,
+    LanePolicy,
+    Part,
+    Preempt,
+    Prefill,
+    Store,
+    Wait,
+    Work,
+)
 
 MINIMUM_SHARED_TOKENS = 16
 """A request does not wait for fewer tokens than this."""
@@ -37,13 +52,14 @@ NOBODY = Party()
 
 
 class SchedulerStatistics(Struct, frozen=True, kw_only=True):
-    """Requests by state."""
+    """Requests by state, and how often one that ran was `preempted` so far."""
 
     queued: int
     waiting: int
     restoring: int
     prefilling: int
     decoding: int
+    preempted: int = 0
 
 
 class Standing(NamedTuple):
@@ -97,6 +113,16 @@ class _Entry(Claim):
         self.common: dict[RequestId, int] = {}
         self.in_memory = 0
         self.looked_up_at = -1
+        self.asked_priority = priority
+        self.reached = self.lost = 0
+        self.fresh = 0.0
+        self.is_guarded = False
+        self.number = 0
+
+    @property
+    def urgency(self) -> int:
+        """The priority of the request, or of who waits for it."""
+        return max([self.asked_priority, *(each.priority for each in self.followers)])
 
     def next_stop(self, reach: int) -> int:
         """The next position at which to store: a boundary, where a follower parts, or the end.
@@ -124,6 +150,9 @@ class Scheduler:
     it wait as well, so that nobody is overtaken for ever. `clock` is what deadlines and aging go
     by. `computed(request)` are the tokens that a decoding row of a lane that donates could store.
     `may_start(request)` is asked before: who may not is passed over, and nobody waits for it.
+    `shortage(request)` are the bytes that it lacks then, infinite if no row can help it, and
+    `promised(request)` those that a row would give back. A row has its place for `slice_tokens`
+    before others of its priority get it.
     """
 
     def __init__(
@@ -136,10 +165,16 @@ class Scheduler:
         minimum_shared: int = MINIMUM_SHARED_TOKENS,
         has_memory: Callable[[RequestId], bool] = lambda request: True,
         may_start: Callable[[RequestId], bool] = lambda request: True,
+        shortage: Callable[[RequestId], float] = lambda request: 0.0,
+        promised: Callable[[RequestId], int] = lambda request: 0,
+        slice_tokens: int = SLICE,
     ) -> None:
         self._known = known
         self._has_memory = has_memory
         self._may_start = may_start
+        self._shortage = shortage
+        self._promised = promised
+        self._slice = slice_tokens
         self._max_rows = max_rows
         self._computed = computed
         self._minimum_shared = max(minimum_shared, 1)
@@ -162,6 +197,11 @@ class Scheduler:
         self._to_decide: Iterator[_Entry] = iter(())
         self._admits = False
         self._memory_version = 0
+        # Who is to get the places of whom, and why; when that is looked at again.
+        self._leaving: list[tuple[_Entry, _Entry, PreemptionReason]] = []
+        self._may_preempt = False
+        self._computed_since = 0.0
+        self._admissions = self._preemptions = 0
 
     def submit(
         self,
@@ -194,7 +234,14 @@ class Scheduler:
 
     def next(self) -> Work | None:
         """The next piece of work, or None until something is submitted or a deadline is over."""
-        return self._expired() or self._decide() or self._due_store() or self._compute()
+        return (
+            self._expired()
+            or self._leave()
+            or self._decide()
+            or self._preempt()
+            or self._due_store()
+            or self._compute()
+        )
 
     @property
     def queued(self) -> int:
@@ -222,9 +269,10 @@ class Scheduler:
         self._leave_queue(entry)
         self._restoring.pop(entry, None)
         entry.position = entry.stored = position
+        entry.lost = max(0, entry.reached - position)
         entry.state = _State.PREFILLING
         self._prefilling.add(entry)
-        self._undecided = True
+        self._reconsider()
         return self._finish_prefill(entry)
 
     def restoring(self, request: RequestId) -> None:
@@ -233,7 +281,7 @@ class Scheduler:
         self._leave_queue(entry)
         entry.state = _State.RESTORING
         self._restoring[entry] = None
-        self._undecided = True
+        self._reconsider()
 
     def restored(self, request: RequestId) -> None:
         """What the request waited for is in memory, or never will be: it is first in the queue."""
@@ -242,6 +290,35 @@ class Scheduler:
         entry.state = _State.QUEUED
         self._enqueue(entry, front=True)
         self.memory_changed()
+
+    def preempted(self, request: RequestId, tokens: Tokens) -> None:
+        """The request has given up its row; `tokens` are its prompt and its output so far. It is
+        queued again, the first of its agent's, and goes on when its turn comes.
+        """
+        entry = self._entries[request]
+        is_decoding = entry.state is _State.DECODING
+        self._free_followers(entry)
+        self._prefilling.discard(entry)
+        for place in (self._decoding, self._due):
+            place.pop(entry, None)
+        entry.stop()
+        entry.priority = entry.asked_priority
+        entry.tokens, entry.end = tokens, len(tokens) - 1
+        entry.reached = entry.end if is_decoding else max(entry.reached, entry.position)
+        entry.position = entry.stored = 0
+        entry.waits = entry.is_guarded = True
+        entry.state = _State.QUEUED
+        entry.common.clear()
+        for other in self._entries.values():
+            other.common.pop(request, None)
+        self._preemptions += 1
+        entry.account.requeue()
+        self._pending.add(entry, back=True)
+        self.memory_changed()
+
+    def expendable(self) -> list[RequestId]:
+        """The rows to preempt where memory runs short, the first ones first; one stays."""
+        return [entry.request for entry in expendable(self._runners())]
 
     def prefilled(self, request: RequestId, position: int, *, lasting: bool = False) -> bool:
         """The request's prompt is computed up to `position`. Whether it decodes from now on.
@@ -293,7 +370,7 @@ class Scheduler:
     def memory_changed(self) -> None:
         """There may be more memory now, or more in it: who waits is looked at again."""
         self._memory_version += 1
-        self._undecided = True
+        self._reconsider()
 
     def statistics(self) -> SchedulerStatistics:
         """How many requests are in which state."""
@@ -304,6 +381,7 @@ class Scheduler:
             restoring=states.count(_State.RESTORING),
             prefilling=states.count(_State.PREFILLING),
             decoding=states.count(_State.DECODING),
+            preempted=self._preemptions,
         )
 
     def check_integrity(self) -> None:
@@ -362,6 +440,62 @@ class Scheduler:
                     return Hold(entry.request, len(self._pending) - 1)
         return None
 
+    def _leave(self) -> Work | None:
+        """The next row that gives its place to another request."""
+        while self._leaving:
+            entry, waiter, reason = self._leaving.pop(0)
+            is_running = entry in self._prefilling or entry in self._decoding
+            if is_running and waiter in self._pending:
+                return Preempt(entry.request, waiter.request, reason)
+        return None
+
+    def _preempt(self) -> Work | None:
+        """Somebody else's place for who is next and lacks one, if that is due."""
+        if not self._may_preempt and self._computed_since < self._slice / LOOKS:
+            return None
+        self._may_preempt, self._computed_since = False, 0.0
+        rows = self._runners()
+        if not rows or not len(self._pending):
+            return None
+        seen: set[tuple[int, LanePolicy]] = set()
+        for entry in list(islice(self._pending.in_turn(), LOOKAHEAD * self._max_rows)):
+            key = entry.priority, entry.lane
+            if entry.leader is not None or key in seen or not self._may_start(entry.request):
+                continue
+            seen.add(key)
+            if leaving := self._victims(entry, rows):
+                self._leaving = [(row, entry, self._reason(entry, row)) for row in leaving]
+                # Whatever happens meanwhile, these places are for it.
+                self._pending.advance(entry)
+                self._undecided = True
+                return self._leave()
+        return None
+
+    def _victims(self, entry: _Entry, rows: list[_Entry]) -> list[_Entry]:
+        is_full = self._is_full(entry.lane)
+        if is_full:
+            rows = [row for row in rows if row.lane is entry.lane]
+        if not any(reason_for(entry, row, self._slice) for row in rows):
+            return []
+        lacks_row = is_full or self._occupied() >= self._max_rows
+        # Memory is only taken by whom a place is found for.
+        has_memory = lacks_row and self._has_memory(entry.request)
+        nbytes = 0.0 if has_memory else self._shortage(entry.request)
+        if not lacks_row and not nbytes:
+            return []
+        lack = Lack(lacks_row, nbytes)
+        return victims(entry, rows, lack, lambda row: self._promised(row.request), self._slice)
+
+    def _reason(self, entry: _Entry, row: _Entry) -> PreemptionReason:
+        reason = reason_for(entry, row, self._slice)
+        assert reason is not None
+        return reason
+
+    def _runners(self) -> list[_Entry]:
+        """The rows that may be interrupted."""
+        running = (*self._prefilling.claims, *self._decoding)
+        return [entry for entry in running if entry.lane.preempts]
+
     def _due_store(self) -> Work | None:
         entry = next(iter(self._due), None)
         return Store(entry.request, entry.wanted_tokens()) if entry is not None else None
@@ -382,6 +516,8 @@ class Scheduler:
             if rows := [entry for entry in self._decoding if entry.lane is lane]:
                 for entry in rows:
                     entry.compute(1)
+                    entry.fresh += 1
+                self._computed_since += 1
                 return Decode(lane)
         return None
 
@@ -420,13 +556,16 @@ class Scheduler:
         rows = sum(entry.lane is lane for place in places for entry in place)
         return rows >= lane.max_rows
 
+    def _reconsider(self) -> None:
+        self._undecided = self._may_preempt = True
+
     def _occupied(self) -> int:
         return len(self._restoring) + len(self._prefilling) + len(self._decoding)
 
     def _enqueue(self, entry: _Entry, *, front: bool = False) -> None:
         entry.account.queue()
         self._pending.add(entry, front=front)
-        self._undecided = True
+        self._reconsider()
 
     def _leave_queue(self, entry: _Entry) -> None:
         """Leave for a row."""
@@ -436,11 +575,19 @@ class Scheduler:
             self._pending.discard(entry)
             entry.account.leave_queue()
             entry.start()
+            self._admissions += 1
+            entry.number, entry.fresh = self._admissions, 0.0
+            waiting = self._pending.claims
+            entry.is_guarded |= any(each.priority > entry.priority for each in waiting)
 
     def _charge(self, entry: _Entry, position: int) -> None:
         """Prompt tokens up to `position` were computed. What several wait for they pay together."""
         payers = [each for each, shared in entry.followers.items() if shared >= position]
-        share = (position - entry.position) / (1 + len(payers))
+        self._computed_since += position - entry.position
+        # What is computed again is nobody's gain.
+        fresh = max(0, position - max(entry.position, entry.reached))
+        entry.fresh += fresh
+        share = fresh / (1 + len(payers))
         entry.compute(share)
         for payer in payers:
             payer.account.charge(share)
@@ -514,5 +661,5 @@ class Scheduler:
         self._prefilling.discard(entry)
         self._decoding[entry] = None
         self._free_followers(entry)
-        self._undecided = True
+        self._reconsider()
         return True

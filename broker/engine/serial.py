@@ -61,6 +61,7 @@ class SerialLane:
 
     donates = False
     max_rows = 1
+    preempts = False
     spans = ()
 
     def __init__(
@@ -180,7 +181,7 @@ class SerialLane:
         self._guard.check()
         if row.request.deterministic:
             stop = min(row.position + STOCK_PIECE, len(row.prompt) - 1)
-        asked = row.prompt_logprobs
+        asked = row.asking
         size = TILE_ALONE if asked is None else min(TILE_ALONE, asked.tile)
         cuts = range((row.position // size + 1) * size, stop, size)
         for start, end in pairwise([row.position, *cuts, stop]):

@@ -72,7 +72,7 @@ class SharedDecoder:
         """Whether the rest of a row's prompt is to be computed here: it is short, and what was
         computed elsewhere is stored.
         """
-        rest = len(row.prompt) - 1 - row.position
+        rest = len(row.sequence) - 1 - row.position
         if self._layout.has_state or not self._limits.take(rest, rest * row.position):
             return False
         return not row.caches or row.stored == row.position
@@ -151,7 +151,7 @@ class SharedDecoder:
         seat = self._seats[row]
         held = self._batch.row(seat)
         output = np.array(seat.outputs, np.uint32)
-        return np.concatenate([row.prompt, output])[: held.length], held
+        return np.concatenate([row.sequence, output])[: held.length], held
 
     def remove(self, row: Row) -> None:
         """Take a row out. Doing so again is harmless."""
@@ -224,7 +224,7 @@ class SharedDecoder:
         place of what the row has leased, if `accept` says so. Whatever happens, the row has one
         lease and the other is released.
         """
-        lease = self._cache.renew(row.prompt[: length + 1], row.namespace)
+        lease = self._cache.renew(row.sequence[: length + 1], row.namespace)
         if lease is None:
             return
         unused: PromptLease | None = lease
@@ -253,13 +253,13 @@ class SharedDecoder:
             if row.caches and row.position
             else zero_states(self._layout),
             length=row.position,
-            ahead=row.prompt[row.position : -1],
-            token=int(row.prompt[-1]),
-            max_tokens=row.max_tokens,
+            ahead=row.sequence[row.position : -1],
+            token=int(row.sequence[-1]),
+            max_tokens=row.left,
             sampler=row.sampler,
             grammar=row.grammar,
             top_logprobs=row.top_logprobs,
-            prompt_logprobs=row.prompt_logprobs,
+            prompt_logprobs=row.asking,
         )
 
     def _segments(self, row: Row) -> Sequence[Sequence[Segment]]:

@@ -3,13 +3,15 @@
 from typing import NamedTuple, Protocol
 
 from ..request import RequestId
+from ..trace.events import PreemptionReason
 
 
 class LanePolicy(Protocol):
     """What the scheduler has to know of a lane. Two are one if they are the same object.
 
     With `exact_stops` (models whose state serves one length only) no stop is left out for a later
-    one nearby. A lane that `donates` can store rows that decode at any time.
+    one nearby. A lane that `donates` can store rows that decode at any time. One that `preempts`
+    can interrupt its rows, and go on with them later.
     """
 
     @property
@@ -20,6 +22,8 @@ class LanePolicy(Protocol):
     def exact_stops(self) -> bool: ...
     @property
     def donates(self) -> bool: ...
+    @property
+    def preempts(self) -> bool: ...
     def chunk(self, decoding: bool) -> int:
         """Prompt tokens to compute at once: while rows decode, between two steps."""
 
@@ -44,6 +48,16 @@ class Hold(NamedTuple):
 
     request: RequestId
     others: int
+
+
+class Preempt(NamedTuple):
+    """This request, which runs, gives its place to another; answer with `preempted`, or `ended` if
+    that failed.
+    """
+
+    request: RequestId
+    for_: RequestId
+    reason: PreemptionReason
 
 
 class Expire(NamedTuple):
@@ -81,4 +95,4 @@ class Decode(NamedTuple):
     lane: LanePolicy
 
 
-Work = Admit | Wait | Hold | Expire | Prefill | Store | Decode
+Work = Admit | Wait | Hold | Preempt | Expire | Prefill | Store | Decode

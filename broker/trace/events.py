@@ -27,6 +27,9 @@ MissReason = Literal[
 ]
 
 
+PreemptionReason = Literal["priority", "slice", "memory"]
+
+
 class Divergence(Struct, frozen=True):
     """Where a prompt leaves the deepest stored path: the two tokens at `index`."""
 
@@ -121,7 +124,8 @@ class PinRefused(Event, frozen=True):
 
 
 class Admitted(Event, frozen=True):
-    """A request's turn came after so many seconds, with `others` still queued.
+    """A request's turn came after so many seconds in the queue, with `others` still there; again
+    after each time that it was preempted.
 
     What its tenant, swarm and agent had attained is in tokens, each on the scale of its kind, where
     newcomers begin at the average: those with least are next.
@@ -151,6 +155,32 @@ class Planned(Event, frozen=True):
     donor: str | None
     reason: MissReason | None
     divergence: Divergence | None = None
+
+
+class Preempted(Event, frozen=True):
+    """A request that ran gave its place to the request `by`, which is of a higher priority or whose
+    agent is a slice behind, or to nobody where memory ran short. It had answered with
+    `output_tokens`, and is queued again; `kept_tokens` of what it had computed were stored.
+    """
+
+    request: str
+    by: str
+    reason: PreemptionReason
+    output_tokens: int
+    kept_tokens: int
+
+
+class Resumed(Event, frozen=True):
+    """A preempted request goes on after `output_tokens`. These and its prompt come from where it
+    says, prompt + output = ram + cold + prefilled; `reason` is as in `Planned`.
+    """
+
+    request: str
+    output_tokens: int
+    ram_tokens: int
+    cold_tokens: int
+    prefilled_tokens: int
+    reason: MissReason | None
 
 
 class PrefillChunk(Event, frozen=True):
@@ -323,6 +353,8 @@ TraceEvent = (
     | PinRefused
     | Admitted
     | Planned
+    | Preempted
+    | Resumed
     | PrefillChunk
     | FirstToken
     | DecodeStep

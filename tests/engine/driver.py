@@ -110,6 +110,17 @@ class Driver:
         """Cancel the request of that number."""
         self.engine.cancel(RequestId(f"request-{index}"))
 
+    def preempt(self, index: int) -> bool:
+        """Take the request of that number from its row, if it has one; whether it had."""
+        row = self.engine._rows.get(RequestId(f"request-{index}"))
+        if row is None or row.admitted is None or not row.opened:
+            return False
+        if self.engine.scheduler._entries[row.id] not in self.engine.scheduler._runners():
+            return False
+        self.engine._endings.guarded(row, self.engine._suspend, "", "memory")
+        self.engine.check_integrity()
+        return True
+
     def run(self, turns: int = 1 << 30) -> None:
         """So many turns, or until nothing is left to do."""
         while turns and (self.engine.turn() or self._waits()):

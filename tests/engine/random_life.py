@@ -1,4 +1,4 @@
-"""A random mix of arrivals, turns and cancellations, for property tests of the engine."""
+"""A random mix of arrivals, turns, preemptions and ends, for property tests of the engine."""
 
 from collections.abc import Callable
 
@@ -21,14 +21,15 @@ def live(
     """
     asked: list[Request] = []
     for _ in range(data.draw(st.integers(1, 12))):
-        action = data.draw(st.sampled_from(["submit", "submit", "run", "cancel"]))
+        action = data.draw(st.sampled_from(["submit", "submit", "run", "run", "preempt", "cancel"]))
         if action == "submit":
             asked.append(make(len(asked)))
             driver.submit(asked[-1])
         elif action == "run":
             driver.run(data.draw(st.integers(1, 12)))
         elif asked:
-            driver.cancel(data.draw(st.integers(0, len(asked) - 1)))
+            index = data.draw(st.integers(0, len(asked) - 1))
+            driver.preempt(index) if action == "preempt" else driver.cancel(index)
         check(asked)
     driver.run()
     driver.check_idle()

@@ -12,6 +12,7 @@ import numpy as np
 from mlx_swarm.broker.cache.prefix_hash import Tokens, common_prefix_length
 from mlx_swarm.broker.engine.fairness import Party
 from mlx_swarm.broker.engine.footprints import Trail
+from mlx_swarm.broker.engine.preemption import SLICE
 from mlx_swarm.broker.engine.scheduler import Scheduler
 from mlx_swarm.broker.engine.sessions import Sessions
 from mlx_swarm.broker.engine.work import (
@@ -21,6 +22,7 @@ from mlx_swarm.broker.engine.work import (
     Hold,
     LanePolicy,
     Part,
+    Preempt,
     Prefill,
     Store,
     Wait,
@@ -35,6 +37,7 @@ class FakeLane:
     """Tells the scheduler what it wants to know."""
 
     exact_stops = False
+    preempts = True
 
     def __init__(self, max_rows: int, chunk: int, donates: bool = False) -> None:
         self.max_rows = max_rows
@@ -51,7 +54,7 @@ class FakeEngine:
     `refuses` is a cache that takes nothing; with `lasting` rows can be stored while they decode.
     Running rows have `room` for so many tokens of prompts together, sessions of agents with a name
     for `budget`; computing a token takes `token_seconds`. `served` counts the tokens computed for
-    each party's requests.
+    each party's requests, those computed again left out.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class FakeEngine:
         turn_seconds: float = 0.0,
         budget: float = math.inf,
         token_seconds: float = 0.0,
+        slice_tokens: int = SLICE,
     ) -> None:
         self.now = 0.0
         self.turn_seconds = turn_seconds
@@ -79,6 +83,9 @@ class FakeEngine:
             may_start=self.sessions.may_start,
             minimum_shared=minimum_shared,
             computed=self.held,
+            shortage=self._shortage,
+            promised=self._need,
+            slice_tokens=slice_tokens,
         )
         self.lane = FakeLane(max_rows, prefill_chunk, donates=lasting)
         self.lasting = lasting
@@ -90,6 +97,10 @@ class FakeEngine:
         self.positions: dict[RequestId, int] = {}
         self.decoded: Counter[RequestId] = Counter()
         self.outputs: dict[RequestId, int] = {}
+        self.asked: dict[RequestId, int] = {}
+        self.reached: Counter[RequestId] = Counter()
+        self.resumed_at: Counter[RequestId] = Counter()
+        self.recomputed = self.preemptions = 0
         self.parties: dict[RequestId, Party] = {}
         self.hints: dict[RequestId, float | None] = {}
         self.lanes: dict[RequestId, FakeLane] = {}
@@ -118,6 +129,7 @@ class FakeEngine:
         request = RequestId(name)
         prompt = np.array(tokens, np.uint32)
         self.prompts[request] = prompt, namespace
+        self.asked[request] = len(prompt)
         self.submitted += 1
         self.submitted_tokens += len(tokens)
         self.outputs[request] = output or self.output
@@ -160,7 +172,8 @@ class FakeEngine:
             self.log.append(work)
         # No piece of work is done for nothing, so there is an end to it.
         outputs = sum(self.outputs.values())
-        assert len(self.log) <= 4 * self.submitted_tokens + 20 * self.submitted + outputs
+        again = 20 * self.preemptions + 4 * self.recomputed
+        assert len(self.log) <= 4 * self.submitted_tokens + 20 * self.submitted + outputs + again
         match work:
             case Admit(request):
                 self.sessions.started(request)
@@ -177,6 +190,8 @@ class FakeEngine:
                 self.scheduler.stored(request, kept=not self.refuses)
             case Decode(lane):
                 self._decode(lane)
+            case Preempt(request):
+                self.preempt(request)
             case Expire(request):
                 self.cancel(request)
             case Wait() | Hold() | None:
@@ -189,6 +204,21 @@ class FakeEngine:
         while self.turn() is not None:
             pass
         assert not self.prompts, f"left behind: {list(self.prompts)}"
+
+    def preempt(self, request: RequestId) -> None:
+        """Take a request that runs from its row; what it computed is kept."""
+        self.preemptions += 1
+        self.keep(request)
+        sequence, namespace = self.held(request), self.prompts[request][1]
+        position = self.positions.pop(request)
+        self.reached[request] = max(self.reached[request], position)
+        if self.decoded[request]:
+            self.reached[request] = self.asked[request] + self.decoded[request] - 1
+        if self.decoded[request] > self.resumed_at[request]:
+            self.prompts[request] = sequence, namespace
+            self.resumed_at[request] = self.decoded[request]
+        self.scheduler.preempted(request, self.prompts[request][0])
+        self.scheduler.check_integrity()
 
     def cancel(self, request: RequestId) -> None:
         """End a request; what it computed is kept."""
@@ -215,9 +245,10 @@ class FakeEngine:
     def held(self, request: RequestId) -> Tokens:
         """Everything that a row has computed: of its prompt, then what it has answered."""
         prompt, position = self.prompts[request][0], self.positions.get(request, 0)
-        if not self.decoded[request]:
+        first, last = self.resumed_at[request], self.decoded[request]
+        if first == last:
             return prompt[:position]
-        answered = 1_000_000 + np.arange(self.decoded[request], dtype=np.uint32)
+        answered = 1_000_000 + np.arange(first, last, dtype=np.uint32)
         return np.concatenate([prompt, answered])
 
     @property
@@ -236,15 +267,25 @@ class FakeEngine:
         self.scheduler.ended(request)
         self.check_integrity()
 
+    def _need(self, request: RequestId) -> int:
+        return self.asked[request]
+
+    def _used(self) -> int:
+        return sum(map(self._need, self.positions))
+
     def _has_room(self, request: RequestId) -> bool:
-        used = sum(len(self.prompts[row][0]) for row in self.positions)
-        return not used or used + len(self.prompts[request][0]) <= self.room
+        return not self.positions or self._used() + self._need(request) <= self.room
+
+    def _shortage(self, request: RequestId) -> float:
+        return max(0, self._used() + self._need(request) - self.room)
 
     def _prefill(self, request: RequestId, start: int, stop: int) -> None:
         prompt, namespace = self.prompts[request]
         assert start == self.positions[request] < stop < len(prompt)
-        self.served[self.parties[request]] += stop - start
-        for end in range(start + 1, stop + 1):
+        known = max(start, min(stop, self.reached[request]))
+        self.recomputed += known - start
+        self.served[self.parties[request]] += stop - known
+        for end in range(known + 1, stop + 1):
             self.computed[namespace, prompt[:end].tobytes()] += 1
         self.positions[request] = stop
         self.scheduler.prefilled(request, stop, lasting=self.lasting)

@@ -1,10 +1,11 @@
 """A long random life of the batch lane: `python -m tests.engine.soak --seconds 3600`.
 
 In each world an engine of another model kind, budget and row limit serves a random mix of arrivals,
-cancellations, deadlines and injected failures. Greedy tokens must be mlx-lm's, seeded ones those of
-the same request alone (a sum in another order may turn a draw once in `RARELY` requests); nothing
-may be left behind. Prints its progress, and the seed of the world that failed (`--seed S --worlds
-1` repeats it). `--kind smollm2-135m` lives in the real model alone, which is slow.
+preemptions, cancellations, deadlines and injected failures. Greedy tokens must be mlx-lm's, seeded
+ones those of the same request alone (a sum in another order may turn a draw once in `RARELY`
+requests); nothing may be left behind. Prints its progress, and the seed of the world that failed
+(`--seed S --worlds 1` repeats it). `--kind smollm2-135m` lives in the real model alone, which is
+slow.
 """
 
 import argparse
@@ -37,7 +38,16 @@ RARELY = 500
 LONGEST = 200
 """Tokens of a prompt at most: forks of forks grow."""
 
-ACTIONS = {"submit": 6, "fork": 2, "repeat": 1, "run": 6, "cancel": 2, "fail": 0.3, "clear": 0.2}
+ACTIONS = {
+    "submit": 6,
+    "fork": 2,
+    "repeat": 1,
+    "run": 6,
+    "preempt": 2,
+    "cancel": 2,
+    "fail": 0.3,
+    "clear": 0.2,
+}
 
 
 class World:
@@ -57,6 +67,8 @@ class World:
             memory=weight_bytes(self.model) + self.random.choice([200_000, 1_000_000, 1 << 30]),
             clock=lambda: self.now,
         )
+        # A place lasts long in these lives; in some of them it is lost soon.
+        self.driver.engine.scheduler._slice = self.random.choice([4, 16, 1024])
         self.narrow()
         self.asked: list[Request] = []
         self.failures = 0
@@ -147,6 +159,11 @@ class World:
         """Cancel any request, also one that is over."""
         if self.asked:
             self.driver.cancel(self.random.randrange(len(self.asked)))
+
+    def preempt(self) -> None:
+        """Take any request from its row, if it runs."""
+        if self.asked:
+            self.driver.preempt(self.random.randrange(len(self.asked)))
 
     def fail(self) -> None:
         """Let one of the next calls of the model fail."""

@@ -45,7 +45,7 @@ class Backlog:
         """Fill up the queue, and one piece of work."""
         queued = Counter(self.engine.parties[each] for each in waiting(self.engine))
         for party, jobs in self._jobs.items():
-            for job in islice(jobs, self._depth - queued[party]):
+            for job in islice(jobs, max(0, self._depth - queued[party])):
                 self.submit(party, job)
         self.engine.turn()
 

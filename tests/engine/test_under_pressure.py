@@ -10,6 +10,7 @@ import anyio
 import pytest
 
 from mlx_swarm.broker import Completed, Request
+from mlx_swarm.broker.cache.ledger import Purpose
 from mlx_swarm.broker.engine import loop, pressure
 from mlx_swarm.broker.engine.loop import EngineLoop
 from mlx_swarm.broker.engine.memory import weight_bytes
@@ -164,6 +165,42 @@ def test_any_rise_and_fall_leaves_tokens_and_accounts_as_they_are(machine: Machi
     check_served(driver, requests, boxes)
     driver.engine.close()
     assert driver.engine.ledger.statistics().committed["extents"] == 0
+
+
+def test_at_the_hard_level_rows_go_but_one_and_come_back_with_what_they_had(
+    machine: Machine,
+) -> None:
+    driver, requests = Driver(model_of("llama"), ram=0), asked(4, max_tokens=24)
+    boxes = [driver.submit(each) for each in requests]
+    driver.decode_all(boxes, 4)
+    machine.share = 1.2
+    driver.run(1)
+    driver.engine.check_integrity()
+    assert running(driver) == 1
+    driver.run(3)
+    assert running(driver) == 1
+    left = [e for e in driver.recorder.events() if isinstance(e, events.Preempted)]
+    assert [(each.request, each.by, each.reason) for each in left] == [
+        (f"request-{number}", "", "memory") for number in (3, 2, 1)
+    ]
+    machine.share = 0.5
+    driver.run()
+    check_served(driver, requests, boxes)
+    driver.engine.close()
+
+
+def test_at_the_hard_level_no_more_rows_go_than_free_what_is_too_much(machine: Machine) -> None:
+    driver, requests = Driver(model_of("llama"), ram=0), asked(4, max_tokens=24)
+    boxes = [driver.submit(each) for each in requests]
+    driver.decode_all(boxes, 4)
+    each = driver.engine.ledger.used(Purpose.TAILS) // 4
+    driver.engine._preempt(each + 1)
+    assert running(driver) == 2
+    driver.engine._preempt(1 << 40)
+    assert running(driver) == 1
+    driver.run()
+    check_served(driver, requests, boxes)
+    driver.engine.close()
 
 
 def test_what_can_never_fit_is_refused_under_pressure_as_ever(machine: Machine) -> None:

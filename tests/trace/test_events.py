@@ -26,12 +26,14 @@ from mlx_swarm.broker.trace.events import (
     ModelUnloaded,
     PinRefused,
     Planned,
+    Preempted,
     PrefillChunk,
     Pressure,
     Put,
     Quarantined,
     Queued,
     Restored,
+    Resumed,
     Shared,
     Spilled,
     Split,
@@ -73,6 +75,18 @@ EXAMPLES: list[Event] = [
         swarm_tokens=500,
         agent_tokens=80,
         others=2,
+    ),
+    Preempted(
+        time=0.35, request="r-1", by="r-2", reason="slice", output_tokens=5, kept_tokens=1024
+    ),
+    Resumed(
+        time=0.36,
+        request="r-1",
+        output_tokens=5,
+        ram_tokens=1024,
+        cold_tokens=0,
+        prefilled_tokens=1,
+        reason=None,
     ),
     Planned(
         time=0.6,
