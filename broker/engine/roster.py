@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
+import mlx.core as mx
+
 from ..cache.ledger import Ledger, format_bytes
 from ..cache.prompt_cache import PromptCache
 from ..errors import InvalidRequest, ModelBusy, ModelNotFound, OutOfMemory
@@ -282,6 +284,8 @@ class Roster:
         if entry.served is not None:
             served, entry.served = entry.served, None
             served.close()
+            served.model.release()
+            mx.clear_cache()
             self._recorder.note(events.ModelUnloaded, model=entry.names[0], reason=reason)
 
 

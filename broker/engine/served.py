@@ -3,8 +3,6 @@
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
-import mlx.core as mx
-
 from ..backend import describe
 from ..cache.ledger import Ledger, Purpose
 from ..cache.prompt_cache import PromptCache
@@ -79,7 +77,5 @@ class Served:
         """End the lanes and give the weights back; nothing may be open."""
         with ExitStack() as last:
             last.callback(self._ledger.release, Purpose.WEIGHTS, self.weights)
-            last.callback(mx.clear_cache)
-            last.callback(self.model.release)
             for lane in self.lanes:
                 last.callback(lane.close)

@@ -8,11 +8,12 @@ from typing import Any
 
 import anyio
 import pytest
+from msgspec.structs import replace
 
 from mlx_swarm.broker import Broker, BrokerClosed, Completed, InvalidRequest
 from mlx_swarm.broker.cache.ledger import Purpose
 from mlx_swarm.broker.cache.ssd import store
-from mlx_swarm.broker.engine import loop
+from mlx_swarm.broker.engine import loop, served
 from mlx_swarm.broker.errors import InvalidSetting, ModelUnreadable
 from mlx_swarm.broker.trace import events
 from tests.engine.conftest import HeldWrites
@@ -118,11 +119,11 @@ async def test_closing_says_how_much_is_not_on_disk(
 async def test_an_engine_that_cannot_start_lets_the_folder_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*given: object) -> None:
+    def fail(*given: object, **named: object) -> None:
         raise ValueError("on purpose")
 
     with monkeypatch.context() as broken:
-        broken.setattr(loop, "BatchLane", fail)
+        broken.setattr(served, "BatchLane", fail)
         with pytest.raises(ModelUnreadable, match="on purpose"):
             await tiny(cold=tmp_path).__aenter__()
     async with tiny(cold=tmp_path) as broker:
@@ -145,7 +146,7 @@ async def test_what_was_read_for_nobody_cannot_end_the_engine(
         with monkeypatch.context() as broken:
             asking: list[object] = []
 
-            def fail(*given: object) -> None:
+            def fail(*given: object, **named: object) -> None:
                 asking.append(given)
                 raise RuntimeError("out of device memory, on purpose")
 
@@ -164,7 +165,8 @@ async def test_who_waits_for_the_disk_is_served_in_order(
     async with tiny(cold=tmp_path) as broker:
         replies = [(await broker.complete(asked(agent))).tokens for agent in range(3)]
     async with tiny(cold=tmp_path, max_rows=rows, ram=ram) as broker:
-        streams = [broker.stream(asked(number % 3)) for number in range(9)]
+        # Without names: agents' next turns would go before new agents where not all fit.
+        streams = [broker.stream(replace(asked(number % 3), agent="")) for number in range(9)]
         for number, stream in enumerate(streams):
             end = [event async for event in stream][-1]
             assert isinstance(end, Completed)
