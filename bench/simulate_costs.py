@@ -13,8 +13,6 @@ from msgspec import Struct
 
 from mlx_swarm.broker.errors import InvalidSetting
 
-MEBI = 1 << 20
-
 
 class PrefillCosts(Struct, frozen=True, kw_only=True):
     """Seconds for a piece, for a token, and for a key that a token attends to."""
@@ -70,19 +68,24 @@ class Costs(Struct, frozen=True, kw_only=True):
 
 PROFILES: dict[str, Costs] = {
     "cpu-small": Costs(
-        source="placeholder",
+        source=(
+            "bench.swarm's small Llama shape (4 layers, hidden size 256) in float32 on two CPU "
+            "cores, from bench/results: steps from `Decode step`, and the broker's share from "
+            "`Tokens a second while all rows decode`; prefill from the arrivals and from `gate`; "
+            "reading and writing from `rates`"
+        ),
         bytes_per_token=2048,
-        weight_bytes=17_310_000,
-        alone=PrefillCosts(piece=4e-3, token=3e-4, key=1e-7),
-        together=PrefillCosts(piece=4e-3, token=3e-4, key=2e-7),
-        step=StepCosts(step=4e-3, row=2e-4, own=2e-6, span=1e-6, look=4e-7),
-        turn=1e-4,
-        store=1e-7,
-        read_seconds=2e-3,
-        read_rate=0.79e9,
-        write_rate=0.35e9,
+        weight_bytes=17_310_720,
+        alone=PrefillCosts(piece=0.0, token=3.8e-4, key=5.1e-7),
+        together=PrefillCosts(piece=0.0, token=2.7e-4, key=7.7e-8),
+        step=StepCosts(step=5.2e-3, row=4.2e-4, own=9e-7, span=6e-7, look=3.3e-7),
+        turn=0.0,
+        store=1e-6,
+        read_seconds=0.0,
+        read_rate=0.791e9,
+        write_rate=0.348e9,
         rest=256,
-        rest_keys=(128 << 20) // 32,
+        rest_keys=1 << 22,
         least_chunk=32,
     ),
     "h200-8b": Costs(

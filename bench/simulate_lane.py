@@ -107,6 +107,10 @@ class SimulatedLane:
         if not self.can_seat(row):
             self._alone.add(row)
 
+    def outputs(self, row: SimulatedRow) -> int:
+        """How many tokens of its answer a row has."""
+        return self._steps - row.first_step if row in self._running else 0
+
     def can_seat(self, row: SimulatedRow) -> bool:
         """Whether the rest of its prompt is short, and what was computed alone is stored."""
         if row in self._seated:
@@ -138,7 +142,7 @@ class SimulatedLane:
     def computed(self, row: SimulatedRow) -> Tokens:
         """The tokens of a row that could be stored now."""
         if row in self._running:
-            return np.concatenate([row.prompt, row.answer[: self._outputs(row)]])
+            return np.concatenate([row.prompt, row.answer[: self.outputs(row)]])
         return row.prompt[: row.position]
 
     def prefill(self, row: SimulatedRow, stop: int) -> float:
@@ -170,7 +174,7 @@ class SimulatedLane:
             def is_longer(lease: PromptLease) -> bool:
                 return is_worth_a_span(lease.length - reach, alone=True)
 
-            runs, outputs = row in self._running, self._outputs(row)
+            runs, outputs = row in self._running, self.outputs(row)
             if runs:
                 self._reading.leave(row, outputs)
             if self._exchange(row, shared, is_longer):
@@ -213,13 +217,13 @@ class SimulatedLane:
 
     def discard(self, row: SimulatedRow) -> None:
         """End a row wherever it is."""
-        row.output = row.answer[: self._outputs(row)].tolist() if row in self._running else []
+        row.output = row.answer[: self.outputs(row)].tolist()
         self._alone.discard(row)
         self._seated.pop(row, None)
         if row in self._joining:
             self._joining.remove(row)
         if row in self._running:
-            self._reading.leave(row, self._outputs(row))
+            self._reading.leave(row, self.outputs(row))
             del self._running[row]
             self._begun = [each for each in self._begun if each is not row]
         if row.lease is not None:
@@ -238,13 +242,10 @@ class SimulatedLane:
         for row in self._seated:
             assert row.reach <= (row.lease.length if row.lease is not None else 0)
             assert row.reach <= row.position < len(row.prompt)
-        own = sum(len(row.prompt) + self._outputs(row) - row.reach for row in self._running)
+        own = sum(len(row.prompt) + self.outputs(row) - row.reach for row in self._running)
         read = sum(row.reach for row in self._running)
         assert (self._reading.own, self._reading.read) == (own, read)
         assert self._running or self._reading.totals == (0, 0, 0)
-
-    def _outputs(self, row: SimulatedRow) -> int:
-        return self._steps - row.first_step
 
     def _start(self) -> None:
         """Let those who joined take part in the step that begins now."""

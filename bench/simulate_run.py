@@ -161,7 +161,7 @@ class _Client:
         if turn.ask:
             self._transcript = np.concatenate([self._transcript, self._draw(turn.ask)])
         request, answer = session.request((), turn), self._draw(turn.answer)
-        name = f"{session.name}/{self._turn}"
+        name = f"{session.name}/{self._number}.{self._turn}"
         return SimulatedRow(name, request, self._transcript, answer, asked)
 
     def served(self, row: SimulatedRow, now: float, error: SwarmError | None) -> Served:
