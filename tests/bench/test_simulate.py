@@ -43,7 +43,7 @@ def test_a_seed_gives_the_same_figures_and_another_one_others(workload: list[str
     first, again = (simulated(*workload, "--seed", "5") for _ in range(2))
     assert first == again
     other = simulated(*workload, "--seed", "6")
-    assert other.prompt_tokens != first.prompt_tokens
+    assert other.ram_tokens != first.ram_tokens
     assert not first.failed
     assert first.turns == 12 * 3
     assert first.first_tokens is not None
