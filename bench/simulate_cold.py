@@ -1,7 +1,7 @@
 """A cold tier without a disk: what it holds is an index, and reading and writing take time."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from bench.block_replay import Block
 from bench.simulate_kv import CountedRow
@@ -11,8 +11,11 @@ from mlx_swarm.broker.cache.eviction import LRU, EvictionQueue
 from mlx_swarm.broker.cache.ledger import Ledger, Purpose
 from mlx_swarm.broker.cache.node import Node
 from mlx_swarm.broker.cache.prefix_hash import Tokens
+from mlx_swarm.broker.cache.restores import Restoration
 from mlx_swarm.broker.cache.statistics import ColdStatistics
 from mlx_swarm.broker.cache.tree import PrefixTree
+from mlx_swarm.broker.engine.restoring import Restoring
+from mlx_swarm.broker.engine.row import Row
 from mlx_swarm.broker.errors import CacheError, ColdStoreBusy, ColdStoreRefused
 
 
@@ -170,3 +173,27 @@ class SimulatedStore:
             tree = PrefixTree(namespace, clock=self._timeline, observer=self._order)
             self._trees[namespace] = tree
         return self._trees[namespace]
+
+
+class TimedRestoring(Restoring):
+    """One reading at a time, which `begin` starts and `end` ends."""
+
+    def __init__(
+        self,
+        on_done: Callable[[Restoration, Row, Sequence[Row]], None],
+        on_begun: Callable[[Restoration, Row], None],
+    ) -> None:
+        super().__init__(on_done, None)
+        self._on_begun = on_begun
+
+    def begin(self, restoration: Restoration, row: Row) -> None:
+        """Start a reading for a row."""
+        assert self._current is None
+        self._current = restoration, row
+        self._on_begun(restoration, row)
+
+    def end(self) -> None:
+        """The reading under way has ended."""
+        assert self._current is not None
+        self._current[0].run()
+        self._done()

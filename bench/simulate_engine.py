@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Concatenate, NamedTuple, ParamSpec
 
-from bench.simulate_cold import SimulatedStore
+from bench.simulate_cold import SimulatedStore, TimedRestoring
 from bench.simulate_costs import Costs
-from bench.simulate_lane import SimulatedLane, SimulatedRow
+from bench.simulate_lane import SimulatedLane
+from bench.simulate_rows import SimulatedRow
 from bench.simulate_timeline import Timeline
 from mlx_swarm.broker.cache.ledger import Ledger, Purpose
 from mlx_swarm.broker.cache.prefix_hash import Tokens
@@ -23,7 +24,6 @@ from mlx_swarm.broker.engine.fairness import Party
 from mlx_swarm.broker.engine.loop import IDLE_SECONDS, LOOK_SECONDS, PREFILL_CHUNK
 from mlx_swarm.broker.engine.memory import RowMemory
 from mlx_swarm.broker.engine.pace import Pace
-from mlx_swarm.broker.engine.restoring import Restoring
 from mlx_swarm.broker.engine.row import Row
 from mlx_swarm.broker.engine.scheduler import Scheduler
 from mlx_swarm.broker.engine.submission import MAX_QUEUE
@@ -79,7 +79,7 @@ class SimulatedEngine:
         self.lane = SimulatedLane(self.cache, costs)
         self._pace = Pace(PREFILL_CHUNK, sizes.chunk, costs.least_chunk)
         self._memory = RowMemory(self.ledger, self.cache, self._kv_tokens)
-        self._restoring = _TimedRestoring(self._restored, self._begin_reading)
+        self._restoring = TimedRestoring(self._restored, self._begin_reading)
         self.scheduler = Scheduler(
             self.cache.peek_prefix_len,
             max_rows=sizes.max_rows,
@@ -334,27 +334,3 @@ class SimulatedEngine:
         self._memory.release(row)
         self.scheduler.ended(row.id)
         self._on_ended(row, error)
-
-
-class _TimedRestoring(Restoring):
-    """One reading at a time, which `begin` starts and `end` ends."""
-
-    def __init__(
-        self,
-        on_done: Callable[[Restoration, Row, Sequence[Row]], None],
-        on_begun: Callable[[Restoration, Row], None],
-    ) -> None:
-        super().__init__(on_done, None)
-        self._on_begun = on_begun
-
-    def begin(self, restoration: Restoration, row: Row) -> None:
-        """Start a reading for a row."""
-        assert self._current is None
-        self._current = restoration, row
-        self._on_begun(restoration, row)
-
-    def end(self) -> None:
-        """The reading under way has ended."""
-        assert self._current is not None
-        self._current[0].run()
-        self._done()

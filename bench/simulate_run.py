@@ -8,7 +8,7 @@ import numpy as np
 
 from bench.simulate_costs import Costs
 from bench.simulate_engine import SimulatedEngine, Sizes
-from bench.simulate_lane import SimulatedRow
+from bench.simulate_rows import SimulatedRow
 from bench.simulate_timeline import Timeline
 from bench.simulate_workload import Session, Turn
 from mlx_swarm.broker.cache.prefix_hash import Tokens

@@ -8,7 +8,7 @@ import pytest
 
 from bench.simulate_costs import PROFILES
 from bench.simulate_engine import SimulatedEngine, Sizes
-from bench.simulate_lane import SimulatedRow
+from bench.simulate_rows import SimulatedRow
 from bench.simulate_timeline import Timeline
 from bench.swarm_setup import Setup, prepare
 from mlx_swarm.broker import Completed, Request

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bench.simulate_costs import PROFILES
 from bench.simulate_engine import SimulatedEngine, Sizes
-from bench.simulate_lane import SimulatedRow
+from bench.simulate_rows import SimulatedRow
 from bench.simulate_run import Outcome, play
 from bench.simulate_workload import Session, Turn
 from mlx_swarm.broker.engine.fairness import AGING_SECONDS
