@@ -55,7 +55,7 @@ class Replay:
             node = walk.path[-1]
             self.tree.touch(node)
         for stop in range(walk.length + PAGE_TOKENS, len(tokens) + 1, PAGE_TOKENS):
-            block = _Block(stop - PAGE_TOKENS, stop)
+            block = Block(stop - PAGE_TOKENS, stop)
             node = self.tree.insert(tokens[:stop], block, walk=walk).node
             walk = Walk([node], stop, None)
         if self._hinted and request.wait is not None:
@@ -89,15 +89,17 @@ def working_set(requests: Sequence[Request]) -> int:
     return len({block for request in requests for block in request.blocks})
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
+    """Tokens [start, stop) without KV, as a node holds them."""
+
     start: int
     stop: int
 
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def split(self, at: int) -> tuple["_Block", "_Block"]:
-        return _Block(self.start, at), _Block(at, self.stop)
+    def split(self, at: int) -> tuple["Block", "Block"]:
+        return Block(self.start, at), Block(at, self.stop)
 
 
 def _next_uses(requests: Sequence[Request]) -> list[list[int]]:

@@ -385,6 +385,11 @@ class PromptCache:
         if self._restores is not None:
             self._restores.gate.note_prefill(tokens, seconds, namespaces)
 
+    def note_restore(self, nbytes: int, seconds: float) -> None:
+        """The same for reading, by who times it otherwise than by this cache's clock."""
+        if self._restores is not None:
+            self._restores.gate.note_restore(nbytes, seconds)
+
     # Telling about itself
 
     @property

@@ -50,6 +50,8 @@ class ColdWrites:
         self._on_ended = on_ended
         self._failures = 0
         self._retry_at = 0.0
+        self._is_full = False
+        """Whether the store was busy, and no write has ended since."""
         self._covered: dict[Node, int] = {}
         """Nodes that the store was given, and its losses when that was last known to be so."""
         self._refused: set[Node] = set()
@@ -113,6 +115,8 @@ class ColdWrites:
 
     def begin(self, space: Space, node: Node) -> bool:
         """Start writing the path that ends at a node; False if the store does not take it."""
+        if self._is_full:
+            return False
         path = node.path()
         start = next((each.start for each in path if each not in self._covered), node.stop)
         size = resident_bytes([each for each in path if each.start >= start])
@@ -140,6 +144,8 @@ class ColdWrites:
             lease.release()
             if write.node is not None:
                 self._writing.discard(write.node)
+            if not isinstance(error, ColdStoreBusy):
+                self._is_full = False
             if error is None:
                 self._succeeded(lease, write)
                 freed = True
@@ -151,6 +157,7 @@ class ColdWrites:
                 if not isinstance(error, ColdStoreBusy):
                     self._failed(error)
                 self._want_again(write)
+        self._is_full = self._is_full and bool(self._writes)
         return freed or was_available != self.is_available
 
     def cover(self, node: Node, start: int = 0, losses: int | None = None) -> None:
@@ -195,6 +202,8 @@ class ColdWrites:
         return not self.is_durable(node)
 
     def _has_room_for(self, size: int) -> bool:
+        if self._is_full:
+            return False
         return not self.pending_bytes or self.pending_bytes + size <= self.limit
 
     def _write(self, space: Space | None, node: Node | None, start: int, size: int) -> "_Write":
@@ -209,6 +218,8 @@ class ColdWrites:
             self._store.store(offer)
         except Exception as error:
             # Nobody is to try again because of this: it would come to the same.
+            # Each release of what was not taken makes room: that must not offer it at once again.
+            self._is_full = self._is_full or isinstance(error, ColdStoreBusy)
             self._outcomes.append((lease, error))
             return False
         return True

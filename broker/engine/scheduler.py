@@ -15,7 +15,7 @@ well, with all that it has computed: it stores once somebody has a use for that,
 
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
-from itertools import islice
+from itertools import count, islice
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -111,6 +111,8 @@ class _Entry(Claim):
         self.leader: _Entry | None = None
         self.followers: dict[_Entry, int] = {}
         self.common: dict[RequestId, int] = {}
+        self.hopes: dict[_Entry, int] = {}
+        self.met = 0
         self.in_memory = 0
         self.looked_up_at = -1
         self.asked_priority = priority
@@ -192,6 +194,9 @@ class Scheduler:
         # was computed since the last round.
         self._round: list[LanePolicy] = []
         self._spent = 0.0
+        # Who computes, numbered in order of admission.
+        self._leaders: dict[_Entry, int] = {}
+        self._numbers = count(1)
         self._undecided = False
         # What is left of going through the queue; begun anew whenever it may turn out differently.
         self._to_decide: Iterator[_Entry] = iter(())
@@ -272,6 +277,8 @@ class Scheduler:
         entry.lost = max(0, entry.reached - position)
         entry.state = _State.PREFILLING
         self._prefilling.add(entry)
+        self._leaders.pop(entry, None)
+        self._leaders[entry] = next(self._numbers)
         self._reconsider()
         return self._finish_prefill(entry)
 
@@ -308,13 +315,21 @@ class Scheduler:
         entry.position = entry.stored = 0
         entry.waits = entry.is_guarded = True
         entry.state = _State.QUEUED
-        entry.common.clear()
-        for other in self._entries.values():
-            other.common.pop(request, None)
+        self._forget_common(entry)
         self._preemptions += 1
         entry.account.requeue()
         self._pending.add(entry, back=True)
         self.memory_changed()
+
+    def _forget_common(self, entry: _Entry) -> None:
+        """Its tokens are others now."""
+        self._leaders.pop(entry, None)
+        entry.common.clear()
+        entry.hopes.clear()
+        entry.met = 0
+        for other in self._entries.values():
+            other.common.pop(entry.request, None)
+            other.hopes.pop(entry, None)
 
     def expendable(self) -> list[RequestId]:
         """The rows to preempt where memory runs short, the first ones first; one stays."""
@@ -361,7 +376,7 @@ class Scheduler:
             self._pending.discard(entry)
             entry.account.leave_queue()
         self._prefilling.discard(entry)
-        for place in (self._restoring, self._decoding, self._due):
+        for place in (self._restoring, self._decoding, self._due, self._leaders):
             place.pop(entry, None)
         entry.close()
         self._deadlines.discard(request)
@@ -597,15 +612,39 @@ class Scheduler:
         """Who will store most of this prompt, how much, and whether that is worth waiting for."""
         best, longest = None, self._in_memory(entry)
         floor = longest
+        if self._hope(entry) <= floor:
+            return None, floor, False
         donors = (each for each in self._decoding if each.lane.donates)
         for leader in (*self._prefilling.claims, *donors):
+            if entry.hopes.get(leader, 0) <= longest:
+                continue
             shared = self._shared(entry, leader)
             if shared > max(longest, leader.stored):
                 best, longest = leader, shared
         return best, longest, longest - floor >= self._minimum_shared
 
-    def _shared(self, entry: _Entry, leader: _Entry) -> int:
-        """Tokens of the prompt that the leader can store for it."""
+    def _hope(self, entry: _Entry) -> int:
+        """No leader can ever store more of a prompt than so many tokens.
+
+        With a full queue many prompts are looked at for every change, and hardly one has a leader:
+        so each is compared with a leader once, when that is new.
+        """
+        hopes = entry.hopes
+        for leader, number in reversed(self._leaders.items()):
+            if number <= entry.met:
+                break
+            common = self._common(entry, leader)
+            hopes[leader] = entry.end if common == len(leader.tokens) else min(common, entry.end)
+        entry.met = next(reversed(self._leaders.values()), 0)
+        most = max(hopes.values(), default=0)
+        if most > entry.in_memory or len(hopes) > 2 * self._max_rows:
+            for ended in hopes.keys() - self._leaders.keys():
+                del hopes[ended]
+            most = max(hopes.values(), default=0)
+        return most
+
+    def _common(self, entry: _Entry, leader: _Entry) -> int:
+        """Tokens with which both prompts begin; 0 also where they are stored already."""
         if entry.namespace is None or entry.namespace != leader.namespace:
             return 0
         if entry.alternatives is not None and (entry.alternatives or leader.alternatives is None):
@@ -618,6 +657,11 @@ class Scheduler:
                 return 0
             common = common_prefix_length(entry.tokens, leader.tokens)
             entry.common[leader.request] = common
+        return common
+
+    def _shared(self, entry: _Entry, leader: _Entry) -> int:
+        """Tokens of the prompt that the leader can store for it."""
+        common = self._common(entry, leader)
         if leader.state is not _State.DECODING:
             return min(common, entry.end, leader.end)
         if common == len(leader.tokens) and entry.alternatives is None:

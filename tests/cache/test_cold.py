@@ -5,8 +5,10 @@ import threading
 
 import pytest
 
+from mlx_swarm.broker.cache.cold import ColdWrite
 from mlx_swarm.broker.cache.kinds import materialise
 from mlx_swarm.broker.cache.prompt_cache import PromptCache
+from mlx_swarm.broker.errors import ColdStoreBusy
 from tests.cache.fake_cold import FakeColdStore
 from tests.cache.helpers import TOKEN_BYTES, put, sequence, take, taken
 from tests.cache.rows import build
@@ -304,3 +306,29 @@ class TestWrite:
         assert taken(cache, [*range(20), 7]) == 20
         cache.check_integrity()
         assert cache.statistics().leases == 0
+
+
+class BusyStore(FakeColdStore):
+    """Takes one write at a time."""
+
+    def store(self, write: ColdWrite) -> None:
+        self.offered += bool(self.queue)
+        if self.queue:
+            raise ColdStoreBusy("one after the other")
+        super().store(write)
+
+
+def test_a_busy_store_is_not_asked_again_before_a_write_has_ended() -> None:
+    store = BusyStore(is_slow=True)
+    cache = PromptCache(1 << 20, cold=store)
+    for number in range(3):
+        put(cache, range(100 * number, 100 * number + 20))
+    assert cache.write_behind()
+    for _ in range(5):
+        assert not cache.write_behind()
+    assert store.offered == 2
+    for _ in range(4):
+        store.finish(1)
+        cache.write_behind()
+    cache.check_integrity()
+    assert len(store.entries) == 3

@@ -1,0 +1,126 @@
+"""The simulator against a real broker: the same sessions, and how far apart they come out."""
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import anyio
+import numpy as np
+from anyio.from_thread import start_blocking_portal
+from msgspec import Struct
+
+from bench.simulate_costs import Costs
+from bench.simulate_engine import Sizes
+from bench.simulate_run import play
+from bench.simulate_workload import Session
+from bench.swarm_clients import LoadedBroker
+from bench.swarm_findings import Bar
+from bench.swarm_setup import Setup
+from mlx_swarm.broker.broker import Broker
+from mlx_swarm.broker.request import Completed
+
+ERROR_BAR = 0.1
+
+
+class Totals(Struct, frozen=True, kw_only=True):
+    """Prompt tokens by where they came from, and the median and the 99th percentile of the seconds
+    to a first token.
+    """
+
+    ram: int
+    cold: int
+    prefilled: int
+    ttft_p50: float
+    ttft_p99: float
+    seconds: float
+
+    @property
+    def prompt(self) -> int:
+        """All prompt tokens."""
+        return self.ram + self.cold + self.prefilled
+
+
+class Checked(Struct, frozen=True, kw_only=True, tag=True):
+    """A workload on a real broker and in the simulator."""
+
+    workload: str
+    real: Totals
+    simulated: Totals
+
+    @property
+    def error(self) -> float:
+        """Of the tokens computed, relative to the real ones."""
+        return abs(self.simulated.prefilled / self.real.prefilled - 1)
+
+    def bars(self) -> Iterator[Bar]:
+        """What the error may be."""
+        yield Bar(f"{self.workload}, error of the tokens computed", self.error, ERROR_BAR)
+
+
+def check(
+    name: str, setup: Setup, costs: Costs, sizes: Sizes, sessions: Sequence[Session]
+) -> Checked:
+    """Play sessions to a broker over the model, and to the simulator."""
+    outcome, began = play(sessions, costs, sizes), time.perf_counter()
+    answered = play_real(setup, sizes, sessions)
+    seconds = time.perf_counter() - began
+    usages = [each.usage for each in answered]
+    waits = [turn.first - turn.asked for turn in outcome.turns if turn.first is not None]
+    return Checked(
+        workload=name,
+        real=_totals(
+            [(each.ram_tokens, each.cold_tokens, each.prefilled_tokens) for each in usages],
+            [each.ttft_seconds for each in answered],
+            seconds,
+        ),
+        simulated=_totals(
+            [(turn.ram, turn.cold, turn.computed) for turn in outcome.turns], waits, outcome.seconds
+        ),
+    )
+
+
+def play_real(setup: Setup, sizes: Sizes, sessions: Sequence[Session]) -> list[Completed]:
+    """Every turn of all sessions, each in its time, on a broker with these settings."""
+    with TemporaryDirectory() as folder:
+        broker = LoadedBroker(
+            setup.loaded.name,
+            ram=sizes.ram,
+            memory=sizes.memory or None,
+            max_rows=sizes.max_rows,
+            max_queue=sizes.max_queue,
+            prefill_chunk=sizes.chunk,
+            cold=Path(folder) if sizes.cold else None,
+            cold_limit=sizes.cold or "1GiB",
+        )
+        broker.given = setup.loaded
+        with start_blocking_portal() as portal, portal.wrap_async_context_manager(broker):
+            return portal.call(_play, broker, sessions)
+
+
+async def _play(broker: Broker, sessions: Sequence[Session]) -> list[Completed]:
+    answered: list[Completed] = []
+    began = time.perf_counter()
+
+    async def agent(session: Session) -> None:
+        await anyio.sleep(max(0.0, began + session.at - time.perf_counter()))
+        draw, transcript = session.draw(), session.opening()
+        for number, turn in enumerate(session.turns):
+            await anyio.sleep(turn.pause if number else 0.0)
+            transcript = np.concatenate([transcript, draw(turn.ask)])
+            completed = await broker.complete(session.request(transcript.tolist(), turn))
+            answered.append(completed)
+            # The simulator draws an answer after each question, and so must this.
+            draw(turn.answer)
+            transcript = np.concatenate([transcript, np.array(completed.tokens, np.uint32)])
+
+    async with anyio.create_task_group() as tasks:
+        for session in sessions:
+            tasks.start_soon(agent, session)
+    return answered
+
+
+def _totals(tokens: Sequence[tuple[int, int, int]], waits: Sequence[float], took: float) -> Totals:
+    ram, cold, prefilled = (sum(column) for column in zip(*tokens, strict=True))
+    p50, p99 = (float(each) for each in np.percentile(waits, (50, 99)))
+    return Totals(ram=ram, cold=cold, prefilled=prefilled, ttft_p50=p50, ttft_p99=p99, seconds=took)

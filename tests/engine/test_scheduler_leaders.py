@@ -1,0 +1,82 @@
+"""Whom a request waits for, against going through everybody who computes."""
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_swarm.broker.engine.scheduler import Scheduler, _Entry
+from tests.engine.scheduling import FakeEngine
+
+Leader = tuple[_Entry | None, int, bool]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compared() -> Iterator[list[Leader]]:
+    """Every choice of a leader is compared with the oracle's."""
+    usual, seen = Scheduler._leader_of, list[Leader]()
+
+    def chosen(scheduler: Scheduler, entry: _Entry) -> Leader:
+        got = usual(scheduler, entry)
+        assert got == by_scan(scheduler, entry)
+        seen.append(got)
+        return got
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scheduler, "_leader_of", chosen)
+        yield seen
+
+
+def by_scan(scheduler: Scheduler, entry: _Entry) -> Leader:
+    """All who compute, one after the other."""
+    best, longest = None, scheduler._in_memory(entry)
+    floor = longest
+    decoding = [entry for entry in scheduler._decoding if entry.lane.donates]
+    for leader in (*scheduler._prefilling.claims, *decoding):
+        shared = scheduler._shared(entry, leader)
+        if shared > max(longest, leader.stored):
+            best, longest = leader, shared
+    return best, longest, longest - floor >= scheduler._minimum_shared
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(1, 30), st.integers(0, 2), st.integers(0, 4)),
+        min_size=2,
+        max_size=16,
+    ),
+    st.integers(1, 3),
+    st.booleans(),
+    st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_leader_is_the_one_that_a_scan_finds(
+    requests: list[tuple[int, int, int, int]], rows: int, lasting: bool, forgets: bool
+) -> None:
+    engine = FakeEngine(max_rows=rows, prefill_chunk=8, lasting=lasting)
+    for number, (stem, length, branch, turns) in enumerate(requests):
+        tokens = [stem] * length + [10 + branch] * (branch * 7) + [number + 100]
+        engine.submit(f"r{number}", tokens, output=1 + branch)
+        for _ in range(turns):
+            engine.turn()
+        if forgets and turns == 3:
+            engine.memory.clear()
+            engine.scheduler.memory_changed()
+    engine.drain()
+
+
+def test_leaders_were_found(compared: list[Leader]) -> None:
+    assert any(leader is not None for leader, _, _ in compared)
+
+
+def test_who_waits_long_remembers_no_more_than_twice_the_rows() -> None:
+    engine = FakeEngine(max_rows=2)
+    waiting = engine.submit("waiting", [2] * 5, priority=-1)
+    for number in range(40):
+        engine.submit(f"r{number}", [2, number + 10, 3])
+    remembered = []
+    while waiting in engine.scheduler._entries:
+        remembered.append(len(engine.scheduler._entries[waiting].hopes))
+        engine.turn()
+    assert 2 < max(remembered) <= 2 * 2 + 2
