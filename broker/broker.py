@@ -58,14 +58,14 @@ class Broker:
     `wired` Metal keeps in memory as much as it recommends, for models that take most of it; a Mac
     may panic then (ml-explore/mlx#3186).
 
-    At most `max_rows` requests run at a time and `max_queue` more wait for their turn (see
-    `Request`); further ones end with `QueueFull`. Between two decode steps at most `prefill_chunk`
-    prompt tokens are computed (default: as many as let running requests wait for 3.5 steps at most,
-    by what was measured; while nothing decodes, half a second's worth). Models that nobody has used
-    for `idle_unload` seconds leave memory until somebody asks for them again (default: they stay).
-    A draft model (`Request.draft`) proposes `draft_tokens` at a time, up to 16.
-    `trace` is a file for the trace events; `progress` is called, in the engine thread, while the
-    model loads.
+    At most `max_rows` requests run at a time and `max_queue` more wait for their turn, or for their
+    next one, where others have taken their place (see `Request`); further ones end with
+    `QueueFull`. Between two decode steps at most `prefill_chunk` prompt tokens are computed
+    (default: as many as let running requests wait for 3.5 steps at most, by what was measured;
+    while nothing decodes, half a second's worth). A draft model (`Request.draft`) proposes
+    `draft_tokens` at a time, up to 16. Models that nobody has used for `idle_unload` seconds leave
+    memory until somebody asks for them again (default: they stay). `trace` is a file for the trace
+    events; `progress` is called, in the engine thread, while the model loads.
 
     An async context manager: entering loads the model, leaving ends everything, also what is still
     being streamed. Raises `InvalidSetting`, and `BackendMissing` where MLX is not installed.

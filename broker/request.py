@@ -43,8 +43,11 @@ class Request(Struct, frozen=True, kw_only=True):
     What the model computes is shared evenly among tenants, in a tenant among its swarms, in a swarm
     among its agents; a request without an `agent` is one of its own. A higher `priority` (-10 to
     10) goes before that, where requests wait; a lower one that has waited 10 s a level longer gets
-    a turn all the same. With a `deadline` the request ends with `DeadlineExceeded` if it is not
-    complete so many seconds after its submission; what it computed stays in the cache.
+    a turn all the same. A request that runs gives its place to one of a higher priority, and after
+    1,024 tokens to an agent that is as far behind; what it has computed is kept, and its stream
+    goes on later as if nothing had been (`Usage.recomputed_tokens` says what was not kept). With a
+    `deadline` the request ends with `DeadlineExceeded` if it is not complete so many seconds after
+    its submission; what it computed stays in the cache.
 
     `next_use` says in how many seconds from its end the same agent is expected to go on from there;
     inf for never. What is needed latest leaves the cache first.

@@ -14,7 +14,7 @@ from mlx_swarm.broker.engine.fairness import (
     Account,
     Party,
 )
-from mlx_swarm.broker.engine.work import Admit, Decode, Hold, Part, Prefill, Wait
+from mlx_swarm.broker.engine.work import Admit, Decode, Hold, Part, Preempt, Prefill, Wait
 from mlx_swarm.broker.request import RequestId as R
 from tests.engine.scheduling import FakeEngine
 
@@ -190,11 +190,21 @@ def test_a_higher_priority_goes_first_until_a_lower_one_has_aged(
     engine = FakeEngine(max_rows=rows, turn_seconds=turn_seconds)
     priorities: dict[R, int] = {}
     since: dict[int, float] = {}
+    promised: R | None = None
 
     def turn() -> None:
+        nonlocal promised
         before = waiting(engine)
         work = engine.turn()
+        if isinstance(work, Preempt):
+            since.setdefault(priorities[work.request], engine.now)
+            if promised != work.for_:
+                # That was its turn, whoever comes before it is admitted.
+                promised, since[priorities[work.for_]] = work.for_, engine.now
         if not isinstance(work, Admit):
+            return
+        if work.request == promised:
+            promised = None
             return
         mine = priorities[work.request]
         for each in before:

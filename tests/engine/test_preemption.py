@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mlx_swarm.broker.engine.fairness import QUANTUM, Account, Claim, Party, ahead_of
 from mlx_swarm.broker.engine.preemption import LOOKS, Lack, expendable, victims
-from mlx_swarm.broker.engine.work import Admit, Decode, Hold, Preempt, Work
+from mlx_swarm.broker.engine.work import Admit, Decode, Hold, Preempt, Wait, Work
 from mlx_swarm.broker.request import RequestId as R
 from tests.engine.scheduling import FakeEngine
 from tests.engine.test_fairness import Backlog, Job
@@ -132,6 +132,28 @@ def test_a_prompt_that_others_wait_for_is_left_and_one_of_them_goes_on() -> None
     assert engine.decoded[R("follower")] == engine.decoded[leader] == 3
 
 
+def test_what_a_row_computes_after_it_came_back_is_shared_as_well() -> None:
+    engine = FakeEngine(max_rows=2, output=20, lasting=True)
+    same, prompt = Party(agent="same"), list(range(100))
+    first = engine.submit("first", prompt, party=same)
+    engine.submit("other", [7] * 9, priority=5, output=60)
+    while engine.decoded[first] < 4:
+        engine.turn()
+    answers = [1_000_000 + number for number in range(10)]
+    engine.submit("fork", [*prompt, *answers, 5], party=same)
+    for _ in range(3):
+        engine.turn()
+    assert engine.works(Wait) == [Wait(R("fork"), first, 104)]
+    engine.preempt(first)
+    while engine.decoded[first] < 9:
+        engine.turn()
+    engine.submit("late", [1])
+    for _ in range(3):
+        engine.turn()
+    assert engine.works(Wait)[-1] == Wait(R("fork"), first, 109)
+    engine.drain()
+
+
 def test_what_no_cache_keeps_has_longer_slices_the_longer_it_is() -> None:
     engine = FakeEngine(max_rows=1, output=400, slice_tokens=SMALL)
     for name in "ab":
@@ -161,7 +183,9 @@ def test_where_memory_runs_short_all_rows_but_the_best_may_go() -> None:
     engine.drain()
 
 
-JOBS = st.lists(st.builds(Job, st.integers(1, 400), st.integers(1, 400)), min_size=1, max_size=4)
+JOBS = st.lists(
+    st.builds(Job, st.integers(1, 400), st.sampled_from([1, 60, 2000])), min_size=1, max_size=3
+)
 
 
 @given(JOBS, JOBS, st.integers(1, 3))
