@@ -43,8 +43,8 @@ from bench.simulate_workload import (
 from bench.swarm_presets import SMALL
 from bench.swarm_records import today
 from bench.swarm_setup import prepare
-from mlx_swarm.broker.sizes import parse_size
 from mlx_swarm.broker.errors import InvalidSetting
+from mlx_swarm.broker.sizes import parse_size
 
 AGENTS = 1000
 

@@ -5,9 +5,7 @@ that fails ends the rows of that step; the loop goes on.
 """
 
 import logging
-import math
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import cast
 
@@ -16,20 +14,21 @@ from ..cache.cold import Flushed
 from ..cache.ledger import Ledger, Purpose, format_bytes
 from ..cache.prefix_hash import Tokens
 from ..cache.prompt_cache import PromptCache
-from ..cache.restores import Restoration
 from ..cache.ssd import SsdStore
 from ..errors import BrokerClosed, QueueFull
 from ..models import LoadedModel
-from ..request import ModelInfo, RequestId, Started
+from ..request import ModelInfo, RequestId
 from ..trace import events
 from ..trace.recorder import Recorder
 from .batch import BatchLane
+from .computing import Computing
 from .endings import Endings, as_swarm_error, too_late
 from .lane import Lane
 from .memory import RowMemory, bounded_pool, device_limit
-from .pressure import Level, Measures, MemoryWatch, Reading
-from .probe import MemoryProbe, empty_pool, wired
-from .restoring import Post, Restoring
+from .opening import Opening
+from .probe import wired
+from .relief import Relief
+from .restoring import Post
 from .roster import Drafts, ModelSource, Roster
 from .row import Row
 from .scheduler import Scheduler
@@ -37,7 +36,7 @@ from .served import Served
 from .session_keeper import SessionKeeper, party_of
 from .settings import EngineSettings, EngineStatistics
 from .submission import Submission
-from .work import Admit, Decode, Expire, Hold, Part, Preempt, Prefill, Store, Wait
+from .work import Admit, Decode, Expire, Hold, Preempt, Prefill, Store, Wait
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +78,6 @@ class EngineLoop:
         )
         self.cache = PromptCache(settings.ram, cold=self._cold, ledger=self.ledger, trace=recorder)
         self._rows: dict[RequestId, Row] = {}
-        self._spans: dict[str, tuple[tuple[int, int], ...]] = {}
         self._memory = RowMemory(self.ledger, self.cache, self._kv_bytes)
         self._pool = ExitStack()
         self._pool.enter_context(bounded_pool(self.ledger.limit))
@@ -101,7 +99,6 @@ class EngineLoop:
             recorder,
             settings.idle_unload,
         )
-        self._restoring = Restoring(self._restored, post)
         if post is not None:
             # A resting thread is to wake up for the next write, and for who waits for its memory.
             self.cache.on_written = lambda: post(lambda: self.scheduler.memory_changed())
@@ -112,22 +109,26 @@ class EngineLoop:
             self.cache.peek_prefix_len,
             max_rows=settings.max_rows,
             clock=recorder.now,
-            has_memory=self._may_run,
+            has_memory=lambda request: self.relief.may_run(request),
             may_start=self.sessions.policy.may_start,
-            shortage=self._shortage,
-            promised=self._promised,
+            shortage=lambda request: self.relief.shortage(request),
+            promised=lambda request: self.relief.promised(request),
             computed=self._computed,
         )
         self._looked_at = time.monotonic()
-        self._watch = MemoryWatch(
-            MemoryProbe(),
-            Measures(empty_pool, self.cache.shrink, self._preempt),
-            fixed=lambda: self.ledger.used(Purpose.WEIGHTS),
-            on_change=self._note_pressure,
-            clock=recorder.now,
-        )
         self._endings = Endings(
             self._rows, self.scheduler, self._memory, recorder, self.sessions.ended
+        )
+        parts = self._rows, self.scheduler, self._memory, self._endings
+        self.relief = Relief(*parts, self.cache, recorder)
+        self._computing = Computing(*parts, recorder)
+        self._opening = Opening(
+            *parts,
+            self.cache,
+            recorder,
+            on_start=self.sessions.policy.started,
+            join=self._computing.join,
+            post=post,
         )
 
     @property
@@ -235,7 +236,7 @@ class EngineLoop:
             models=self.roster.statistics(),
             cache=self.cache.statistics(),
             memory=self.ledger.statistics(),
-            pressure=self._watch.statistics(self._wired_limit),
+            pressure=self.relief.statistics(self._wired_limit),
         )
 
     def check_integrity(self) -> None:
@@ -265,7 +266,7 @@ class EngineLoop:
     def turn(self) -> bool:
         """Do the next piece of work; False if there is none."""
         self._guard.check()
-        self._relieve()
+        self._keep_house()
         if self.sessions.policy.is_due():
             self.scheduler.memory_changed()
         try:
@@ -306,7 +307,7 @@ class EngineLoop:
                 cold = self._cold
                 last.callback(lambda: cold.close(_left(deadline)))
             last.callback(self.cache.clear)
-            last.callback(lambda: self._restoring.close(_left(deadline)))
+            last.callback(lambda: self._opening.close(_left(deadline)))
             if self._cold is not None:
                 last.callback(lambda: self._flush_last(_left(deadline)))
             last.callback(self.roster.close)
@@ -318,73 +319,13 @@ class EngineLoop:
             missing = format_bytes(left.bytes)
             _log.warning("closed before all sequences were on disk: %s are missing", missing)
 
-    def _relieve(self) -> None:
+    def _keep_house(self) -> None:
         try:
-            self._watch.check()
+            self.relief.check()
             if self.roster.unload_idle():
                 self.scheduler.memory_changed()
         except Exception:  # nobody's request is to end for this
-            _log.exception("memory pressure was not relieved")
-
-    def _note_pressure(self, before: Level, reading: Reading) -> None:
-        active, pool, footprint, limit = reading
-        self._recorder.note(
-            events.Pressure,
-            level=self._watch.level.value,
-            before=before.value,
-            active=active,
-            pool=pool,
-            footprint=footprint,
-            limit=limit,
-            cache=self.cache.total_bytes,
-        )
-        if not self._watch.pauses:
-            self.scheduler.memory_changed()
-
-    def _preempt(self, nbytes: int) -> None:
-        """Take memory from rows that run, once the cache has no more to give; one goes on."""
-        for request in self.scheduler.expendable():
-            if nbytes <= 0:
-                return
-            row = self._rows[request]
-            nbytes -= self._promised(request)
-            self._endings.guarded(row, self._suspend, "", "memory")
-
-    def _suspend(self, row: Row, by: str, reason: events.PreemptionReason) -> None:
-        """Take a row out of its lane; what it computed is put, and it is queued again."""
-        reads = row.lane.reads(row)
-        # What it will not come to use now may be what it takes to store the rest.
-        held = row.lane.kv_bytes(len(row.prompt) + len(row.output) - reads, reads)
-        self._memory.trim(row, held)
-        kept = row.lane.keep(row)
-        row.suspend(self._recorder.now())
-        self._memory.release(row)
-        self._recorder.note(
-            events.Preempted,
-            request=row.id,
-            by=by,
-            reason=reason,
-            output_tokens=len(row.output),
-            kept_tokens=kept,
-        )
-        self.scheduler.preempted(row.id, row.sequence)
-
-    def _promised(self, request: RequestId) -> int:
-        memory = self._rows[request].memory
-        return memory.remaining if memory is not None else 0
-
-    def _shortage(self, request: RequestId) -> float:
-        """Bytes that other rows would have to give up for one to run; under pressure none can."""
-        row = self._rows[request]
-        return math.inf if self._watch.pauses and row.memory is None else self._memory.lack(row)
-
-    def _may_run(self, request: RequestId) -> bool:
-        """Whether a request may run now. Under memory pressure nobody starts beside others."""
-        row = self._rows[request]
-        if self._watch.pauses and row.memory is None:
-            if any(each.memory is not None for each in self._rows.values()):
-                return False
-        return self._memory.is_granted(row)
+            _log.exception("memory was not given back")
 
     def _turn(self) -> bool:
         match self.scheduler.next():
@@ -392,7 +333,7 @@ class EngineLoop:
                 return self._rest()
             case Admit(request, not_worth_waiting):
                 row = self._rows[request]
-                self._endings.guarded(row, self._admit, not_worth_waiting)
+                self._endings.guarded(row, self._opening.admit, not_worth_waiting)
             case Wait(request, leader, shared):
                 self._recorder.note(
                     events.Waiting, request=request, leader=leader, shared_tokens=shared
@@ -400,16 +341,17 @@ class EngineLoop:
             case Hold(request, others):
                 self._note_shortage(self._rows[request], others)
             case Preempt(request, for_, reason):
-                self._endings.guarded(self._rows[request], self._suspend, for_, reason)
+                self._endings.guarded(self._rows[request], self.relief.suspend, for_, reason)
             case Expire(request):
                 self._endings.guarded(self._rows[request], self._endings.expire)
             case Prefill(parts):
-                self._prefill(parts)
+                self._computing.prefill(parts)
             case Store(request, shared):
                 row = self._rows[request]
-                self._endings.guarded(row, self._store, shared)
+                self._endings.guarded(row, self._computing.store, shared)
             case Decode(lane):
-                self._decode(cast(Lane, lane))  # they come from `submit`
+                self.cache.write_behind()
+                self._computing.decode(cast(Lane, lane))  # they come from `submit`
         return True
 
     def _require_room(self) -> None:
@@ -426,19 +368,6 @@ class EngineLoop:
             events.Held, request=row.id, need=need, available=available, others=others
         )
 
-    def _note_admission(self, row: Row, now: float) -> None:
-        standing = self.scheduler.standing(row.id)
-        self._recorder.note(
-            events.Admitted,
-            request=row.id,
-            seconds=now - row.queued,
-            priority=row.request.priority,
-            tenant_tokens=round(standing.tenant),
-            swarm_tokens=round(standing.swarm),
-            agent_tokens=round(standing.agent),
-            others=standing.queued,
-        )
-
     def _rest(self) -> bool:
         """What there is to do while nobody asks for anything; whether there is more of it."""
         if self.cache.write_behind():
@@ -450,148 +379,6 @@ class EngineLoop:
             self.sessions.policy.forget()
         return False
 
-    def _admit(self, row: Row, not_worth_waiting: bool) -> None:
-        now = self._recorder.now()
-        self.sessions.policy.started(row.id)
-        if row.admitted is None:
-            self._note_admission(row, now)
-        row.admitted = now
-        self._memory.require(row)
-        if not self._restores(row):
-            self._open(row, not_worth_waiting)
-
-    def _restores(self, row: Row) -> bool:
-        """Let a row wait for the cold tier, if that is to serve it."""
-        if self._cold is None or not row.reads_cache:
-            return False
-        if self._restoring.is_busy:
-            plan = self.cache.plan(row.sequence, row.namespace, row.lacking_alternatives)
-            if not plan.cold_tokens:
-                return False
-            self.scheduler.restoring(row.id)
-            self._restoring.wait(row)
-            return True
-        lacking = row.lacking_alternatives
-        restoration = self.cache.restoration(row.sequence, row.namespace, lacking)
-        if restoration is None:
-            return False
-        self.scheduler.restoring(row.id)
-        self._restoring.begin(restoration, row)
-        return True
-
-    def _restored(self, restoration: Restoration, row: Row, later: Sequence[Row]) -> None:
-        """Make what was read resident; who came meanwhile is to look again."""
-        for each in reversed(later):
-            if self._rows.get(each.id) is each:
-                self.scheduler.restored(each.id)
-        if self._rows.get(row.id) is row:
-            self._endings.guarded(row, self._open, restoration=restoration)
-        else:
-            self._keep(restoration, row)
-
-    def _keep(self, restoration: Restoration, row: Row) -> None:
-        """Make what was read resident although nobody waits for it any more."""
-        try:
-            lease = self.cache.lease(row.sequence, row.namespace, restoration)
-        except Exception:  # nobody's request is to end for this
-            _log.exception("what was read for %s is lost", row.id)
-        else:
-            if lease is not None:
-                lease.release()
-
-    def _open(
-        self, row: Row, not_worth_waiting: bool = False, restoration: Restoration | None = None
-    ) -> None:
-        is_new = not row.opened
-        row.lane.open(row, restoration)
-        plan = row.plan
-        if is_new:
-            self._recorder.note(
-                events.Planned,
-                request=row.id,
-                prompt_tokens=len(row.prompt),
-                ram_tokens=row.ram_tokens,
-                cold_tokens=row.cold_tokens,
-                prefilled_tokens=len(row.prompt) - row.position,
-                donor=plan and plan.donor,
-                reason="not_worth_waiting" if not_worth_waiting else plan and plan.reason,
-                divergence=plan and plan.divergence,
-            )
-            row.mailbox.put(Started(row.id, len(row.prompt), row.ram_tokens, row.cold_tokens))
-        else:
-            self._note_resumption(row)
-        if self.scheduler.admitted(row.id, row.position, self._put_points(row)):
-            self._join(row)
-
-    def _note_resumption(self, row: Row) -> None:
-        cold = row.lease.cold_tokens if row.lease is not None else 0
-        self._recorder.note(
-            events.Resumed,
-            request=row.id,
-            output_tokens=len(row.output),
-            ram_tokens=row.position - cold,
-            cold_tokens=cold,
-            prefilled_tokens=len(row.sequence) - row.position,
-            reason=row.plan and row.plan.reason,
-        )
-
-    def _put_points(self, row: Row) -> tuple[int, ...]:
-        """Where the prompt cache, or the lane, wants the row's prefill to stop and store."""
-        if not row.reads_cache:
-            return ()
-        wanted = self.cache.put_points(row.sequence, row.namespace, row.boundaries)
-        return (*wanted, *row.lane.put_points(row.position, len(row.sequence) - 1))
-
-    def _prefill(self, parts: Sequence[Part]) -> None:
-        """Long prompts one after the other, what is to be computed in the batch in one go."""
-        together: list[tuple[Row, int]] = []
-        for request, _, stop in parts:
-            row = self._rows[request]
-            self._endings.guarded(row, self._seat_early)
-            if row.lane.holds(row):
-                together.append((row, stop))
-            elif row.id in self._rows:
-                self._endings.guarded(row, self._prefill_alone, stop)
-        if together:
-            self._prefill_together(together)
-
-    def _seat_early(self, row: Row) -> None:
-        if row.lane.can_seat(row):
-            self._seat(row)
-
-    def _prefill_alone(self, row: Row, stop: int) -> None:
-        start, began = row.position, self._recorder.now()
-        row.lane.prefill(row, stop)
-        self._prefilled(row, start, self._recorder.now() - began)
-
-    def _prefill_together(self, parts: Sequence[tuple[Row, int]]) -> None:
-        starts, began = [row.position for row, _ in parts], self._recorder.now()
-        try:
-            parts[0][0].lane.prefill_together(parts)
-        except Exception as error:
-            for row, _ in parts:
-                self._endings.fail(row, error)
-            return
-        seconds = self._recorder.now() - began
-        for (row, _), start in zip(parts, starts, strict=True):
-            self._endings.guarded(row, self._prefilled, start, seconds)
-
-    def _prefilled(self, row: Row, start: int, seconds: float) -> None:
-        stop = row.position
-        self._recorder.note(
-            events.PrefillChunk, request=row.id, start=start, stop=stop, seconds=seconds
-        )
-        lasting = row.lane.donates and row.lane.holds(row)
-        if self.scheduler.prefilled(row.id, stop, lasting=lasting):
-            self._join(row)
-
-    def _store(self, row: Row, shared: int) -> None:
-        kept = row.lane.store(row, shared)
-        if kept and row.lane.holds(row):
-            self._settle(row)
-        if self.scheduler.stored(row.id, kept=kept):
-            self._join(row)
-
     def _computed(self, request: RequestId) -> Tokens:
         row = self._rows[request]
         return row.lane.computed(row)
@@ -599,41 +386,6 @@ class EngineLoop:
     def _kv_bytes(self, row: Row, known: int) -> int:
         own = row.lane.kv_bytes(len(row.prompt) - known + row.max_tokens, known)
         return own + row.lane.draft_bytes(row)
-
-    def _seat(self, row: Row) -> None:
-        row.lane.seat(row)
-        self._settle(row)
-
-    def _settle(self, row: Row) -> None:
-        self._memory.settle(row, row.lane.reads(row))
-
-    def _join(self, row: Row) -> None:
-        row.lane.join(row)
-        self._settle(row)
-        row.joined = self._recorder.now()
-
-    def _decode(self, lane: Lane) -> None:
-        self.cache.write_behind()
-        began = self._recorder.now()
-        try:
-            tokens = lane.step()
-        except Exception as error:
-            lost = lane.rows
-            lane.reset()
-            for row in lost:
-                self._endings.fail(row, error)
-            return
-        now = self._recorder.now()
-        if tokens:
-            self._note_step(lane, min(len(tokens), lane.max_rows), now - began)
-        self._endings.receive(tokens, now)
-
-    def _note_step(self, lane: Lane, rows: int, seconds: float) -> None:
-        spans = tuple(lane.spans)
-        if spans != self._spans.get(lane.name, ()):
-            self._spans[lane.name] = spans
-            self._recorder.note(events.Shared, rows=rows, spans=spans, model=lane.name)
-        self._recorder.note(events.DecodeStep, rows=rows, seconds=seconds, model=lane.name)
 
     def _prefill_rate(self) -> float:
         return max((served.pace.rate for served in self.roster.loaded()), default=0.0)

@@ -30,7 +30,7 @@ class RowMemory:
     """
 
     def __init__(self, ledger: Ledger, cache: PromptCache, need: Callable[[Row, int], int]) -> None:
-        self._ledger = ledger
+        self.ledger = ledger
         self._cache = cache
         self._need = need
         self._rows = 0
@@ -38,11 +38,11 @@ class RowMemory:
     def require_possible(self, row: Row) -> None:
         """Raise `OutOfMemory` for a row that would not fit with nothing else there."""
         need = self._need(row, 0)
-        if not self._ledger.fits_ever(Purpose.TAILS, need):
-            weights = format_bytes(self._ledger.used(Purpose.WEIGHTS))
+        if not self.ledger.fits_ever(Purpose.TAILS, need):
+            weights = format_bytes(self.ledger.used(Purpose.WEIGHTS))
             raise OutOfMemory(
                 f"{len(row.prompt):,} prompt tokens and up to {row.max_tokens:,} new ones need "
-                f"{format_bytes(need)} of KV; the limit is {format_bytes(self._ledger.limit)}, of "
+                f"{format_bytes(need)} of KV; the limit is {format_bytes(self.ledger.limit)}, of "
                 f"which the weights take {weights}"
             )
 
@@ -65,7 +65,7 @@ class RowMemory:
         if row.memory is not None:
             return
         need = self._need(row, self._known(row))
-        if need > self._ledger.available(Purpose.TAILS):
+        if need > self.ledger.available(Purpose.TAILS):
             self._cache.give_way(need)
             # What had to go may have been of use to this very row.
             need = self._need(row, self._known(row))
@@ -80,7 +80,7 @@ class RowMemory:
 
     def shortage(self, row: Row) -> tuple[int, int]:
         """Bytes that a row needs, and bytes that it could have now."""
-        return self._need(row, self._known(row)), self._ledger.available(Purpose.TAILS)
+        return self._need(row, self._known(row)), self.ledger.available(Purpose.TAILS)
 
     def afford(self, row: Row, known: int) -> bool:
         """Promise a row no more and no less than it needs where it reads `known` tokens in the
@@ -101,7 +101,7 @@ class RowMemory:
         """
         need = self._need(row, known)
         more = need - (row.memory.remaining if row.memory is not None else 0)
-        if more > self._ledger.available(Purpose.TAILS):
+        if more > self.ledger.available(Purpose.TAILS):
             self._cache.give_way(more)
         self._promise(row, need)
 
@@ -127,7 +127,7 @@ class RowMemory:
         if row.memory is not None:
             row.memory.resize(need)
             return
-        row.memory = self._ledger.reserve(Purpose.TAILS, need)
+        row.memory = self.ledger.reserve(Purpose.TAILS, need)
         self._rows += 1
 
 

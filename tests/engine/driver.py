@@ -117,7 +117,7 @@ class Driver:
             return False
         if self.engine.scheduler._entries[row.id] not in self.engine.scheduler._runners():
             return False
-        self.engine._endings.guarded(row, self.engine._suspend, "", "memory")
+        self.engine._endings.guarded(row, self.engine.relief.suspend, "", "memory")
         self.engine.check_integrity()
         return True
 

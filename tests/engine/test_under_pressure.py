@@ -42,7 +42,7 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """The machine of all engines made in the test; they check it at every turn."""
     made = Machine()
-    monkeypatch.setattr(loop, "MemoryProbe", lambda: made)
+    monkeypatch.setattr(relief, "MemoryProbe", lambda: made)
     monkeypatch.setattr(pressure, "INTERVAL", 0.0)
     monkeypatch.setattr(pressure, "SETTLE_SECONDS", 0.0)
     return made
@@ -194,9 +194,9 @@ def test_at_the_hard_level_no_more_rows_go_than_free_what_is_too_much(machine: M
     boxes = [driver.submit(each) for each in requests]
     driver.decode_all(boxes, 4)
     each = driver.engine.ledger.used(Purpose.TAILS) // 4
-    driver.engine._preempt(each + 1)
+    driver.engine.relief.preempt(each + 1)
     assert running(driver) == 2
-    driver.engine._preempt(1 << 40)
+    driver.engine.relief.preempt(1 << 40)
     assert running(driver) == 1
     driver.run()
     check_served(driver, requests, boxes)
