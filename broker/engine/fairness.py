@@ -227,6 +227,11 @@ class FairQueue(Generic[ClaimType]):
     def __contains__(self, claim: ClaimType) -> bool:
         return claim in self.claims
 
+    @property
+    def highest(self) -> int | None:
+        """The highest priority of a claim."""
+        return max([*self._waiting, *(claim.priority for claim in self._front)], default=None)
+
     def add(self, claim: ClaimType, *, front: bool = False, back: bool = False) -> None:
         """Line up; with `front` before everybody. Who comes `back` is first of its agent's."""
         self.claims[claim] = None

@@ -75,6 +75,11 @@ def reason_for(waiter: Waiter, row: Runner, size: int) -> PreemptionReason | Non
     return None
 
 
+def may_go(row: Runner, highest: int, size: int) -> bool:
+    """Whether a row may have to go for somebody, the highest priority of these being known."""
+    return row.fresh >= size or row.urgency < highest
+
+
 def victims(
     waiter: Waiter, rows: Sequence[Row], lack: Lack, promised: Callable[[Row], int], size: int
 ) -> list[Row]:

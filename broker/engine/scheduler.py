@@ -25,7 +25,7 @@ from ..request import RequestId
 from ..trace.events import PreemptionReason
 from .deadlines import Deadlines
 from .fairness import Account, Claim, Clock, FairQueue, Party, roughly
-from .preemption import LOOKS, SLICE, Lack, expendable, reason_for, victims
+from .preemption import LOOKS, SLICE, Lack, expendable, may_go, reason_for, victims
 from .work import (
     Admit,
     Decode,
@@ -469,8 +469,9 @@ class Scheduler:
         if not self._may_preempt and self._computed_since < self._slice / LOOKS:
             return None
         self._may_preempt, self._computed_since = False, 0.0
+        highest = self._pending.highest
         rows = self._runners()
-        if not rows or not len(self._pending):
+        if highest is None or not any(may_go(row, highest, self._slice) for row in rows):
             return None
         seen: set[tuple[int, LanePolicy]] = set()
         for entry in list(islice(self._pending.in_turn(), LOOKAHEAD * self._max_rows)):
@@ -496,7 +497,7 @@ class Scheduler:
         # Memory is only taken by whom a place is found for.
         has_memory = lacks_row and self._has_memory(entry.request)
         nbytes = 0.0 if has_memory else self._shortage(entry.request)
-        if not lacks_row and not nbytes:
+        if not nbytes and not has_memory:  # what it lacks is on its way, or pinned
             return []
         lack = Lack(lacks_row, nbytes)
         return victims(entry, rows, lack, lambda row: self._promised(row.request), self._slice)

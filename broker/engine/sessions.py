@@ -7,11 +7,12 @@ there when they come back; a session that is not waits, and others pass it.
 
 An admitted session that rests keeps its place as long as that is worth it: until its next turn is
 expected, or for as long as it would take to compute its own KV again, and once more for each row
-that runs (a row without work is one row; computing holds up all). Who waits takes the places of
-those whose time is over. Who has waited for `AGING_SECONDS` takes, one after the other, those of
-the sessions that have had most service since they were admitted, as often as the recomputing stays
-a small part; until there is room for it, who leaves it none does not start. Where the conversation
-of an admitted session grows beyond the budget, those make room that have least to lose.
+that runs (a row without work is one row; computing holds up all); less where few of its swarm came
+back in such a time. Who waits takes the places of those whose time is over. Who has waited for
+`AGING_SECONDS` takes, one after the other, those of the sessions that have had most service since
+they were admitted, as often as the recomputing stays a small part; until there is room for it, who
+leaves it none does not start. Where the conversation of an admitted session grows beyond the
+budget, those make room that have least to lose.
 """
 
 import math
@@ -24,6 +25,9 @@ from .session import Observer, Session, SessionsStatistics, Shortage, Turn
 
 SWAP_SHARE = 8
 """Places change by age as often as to spend one second in so many on computing again."""
+
+RECENT = 2
+"""Of how many sessions that rested what became tells whether the next one comes back."""
 
 SESSION_IDLE_SECONDS = 600.0
 """A session that has rested for so long is forgotten; it is a new one when it comes back."""
@@ -54,6 +58,8 @@ class Sessions:
         self._footprints = Footprints()
         # Since when sessions wait that were passed over.
         self._waiting: dict[Session, float] = {}
+        # By tenant and swarm, what part of those came back of whom nobody knew whether they would.
+        self._returning: dict[tuple[str, str], float] = {}
         self._running = 0
         self._replaced = 0
         self._forgets_at = -math.inf
@@ -104,6 +110,7 @@ class Sessions:
         for each in displaced:
             self._replace(each, request)
         if session.last is not None:
+            self._learn(session, came_back=True)
             self._footprints.remove(session.last)
             session.last = None
         if session not in self._admitted:
@@ -187,6 +194,8 @@ class Sessions:
         for session in list(self._admitted):
             if not session.turns and session.idle_since <= before:
                 self._dismiss(session)
+        swarms = {party[:2] for party in self._table}
+        self._returning = {at: part for at, part in self._returning.items() if at in swarms}
 
     def next_change(self) -> float:
         """When a session that waits may be able to start although nothing else happens."""
@@ -305,7 +314,9 @@ class Sessions:
             return -math.inf
         again = self._recompute(session.own)
         worth = again * (1 + self._running)
-        if session.hint is not None:
+        if session.hint is None:
+            worth *= self._returning.get(session.party[:2], 1.0)
+        else:
             worth = session.hint + again if session.hint <= worth else 0.0
         return max(session.idle_since + min(worth, SESSION_IDLE_SECONDS), session.pinned_until)
 
@@ -331,10 +342,18 @@ class Sessions:
 
     def _replace(self, session: Session, request: RequestId) -> None:
         last = session.last
+        if not session.turns:
+            self._learn(session, came_back=False)
         self._dismiss(session)
         self._replaced += 1
         if self._observer is not None:
             self._observer.replaced(session.party, last, request)
+
+    def _learn(self, session: Session, came_back: bool) -> None:
+        """What became of a session that rested, and of which nobody knew what would."""
+        if session.hint is None:
+            part = self._returning.get(session.party[:2], 1.0)
+            self._returning[session.party[:2]] = part + (came_back - part) / RECENT
 
     def _settle(self, session: Session) -> None:
         """See whether a session keeps its place, and whether it is to be remembered."""

@@ -87,6 +87,22 @@ def test_as_few_go_as_make_enough_room_and_none_if_all_would_not() -> None:
     assert preempted(engine) == [("big", "other", "priority")]
 
 
+def test_nobody_goes_where_rows_have_nothing_of_what_is_lacking() -> None:
+    """Memory that is being written to the cold tier, say."""
+    engine = FakeEngine(max_rows=1, output=30)
+    engine.submit("running", [1] * 9)
+    until(engine, Decode, 3)
+    engine.scheduler._has_memory = lambda request: request not in engine.prompts
+    engine.submit("urgent", [2] * 9, priority=1)
+    for _ in range(10):
+        engine.turn()
+    assert engine.works(Preempt) == []
+    engine.scheduler._has_memory = lambda request: True
+    engine.scheduler.memory_changed()
+    engine.drain()
+    assert len(engine.works(Preempt)) == 1
+
+
 def test_rows_of_equal_priority_take_turns_of_a_slice() -> None:
     engine = FakeEngine(max_rows=1, output=200, slice_tokens=SMALL)
     for name in "ab":

@@ -90,6 +90,7 @@ def test_every_turn_ends_the_budget_holds_and_nothing_is_left(
     fake.now += SESSION_IDLE_SECONDS + 1
     fake.sessions.forget()
     assert not fake.sessions._table
+    assert not fake.sessions._returning
     assert fake.sessions.statistics().bytes == 0
     fake.sessions.check_integrity()
 
@@ -217,6 +218,27 @@ def test_an_expected_turn_keeps_its_place_and_one_that_is_far_off_does_not() -> 
         assert sessions.may_start(R("new")) is not waits
 
 
+def test_places_of_a_swarm_whose_agents_do_not_come_back_are_kept_less_and_less() -> None:
+    sessions, now = policy(30)
+    waits = []
+    for number in range(12):
+        name, came = R(f"once {number}"), now[0]
+        sessions.arrived(name, party(number), trail(number, 20))
+        while not sessions.may_start(name):
+            now[0] = sessions.next_change()
+        waits.append(now[0] - came)
+        sessions.started(name)
+        sessions.ended(name, trail(number, 20), 20)
+    assert waits[0] == 0.0
+    assert waits[1] == AGING_SECONDS
+    assert waits[-1] < 2.0
+    turn(sessions, 11, 21)
+    turn(sessions, 11, 22)
+    sessions.arrived(R("new"), party(12), trail(12, 20))
+    assert not sessions.may_start(R("new"))
+    assert sessions.next_change() - now[0] > 5.0
+
+
 def test_what_is_known_later_goes_before_what_the_request_said() -> None:
     sessions, _ = policy(30)
     runs(sessions, 0, 10)
@@ -285,4 +307,5 @@ def test_ten_thousand_short_sessions_leave_no_entry() -> None:
     now[0] += SESSION_IDLE_SECONDS + 1
     sessions.forget()
     assert not sessions._table
+    assert not sessions._returning
     sessions.check_integrity()
