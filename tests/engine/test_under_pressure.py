@@ -11,7 +11,7 @@ import pytest
 
 from mlx_swarm.broker import Completed, Request
 from mlx_swarm.broker.cache.ledger import Purpose
-from mlx_swarm.broker.engine import loop, pressure
+from mlx_swarm.broker.engine import loop, pressure, relief
 from mlx_swarm.broker.engine.loop import EngineLoop
 from mlx_swarm.broker.engine.memory import weight_bytes
 from mlx_swarm.broker.engine.pressure import Reading
