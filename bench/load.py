@@ -1,7 +1,8 @@
 """`python -m bench.load`: many agents on one box, more than fit.
 
-Conversations whose working sets exceed memory, by who is let in (`sessions`). Give parts, or none
-for all of the preset.
+Conversations whose working sets exceed memory, by who is let in (`sessions`); how long running
+agents wait while a long prompt is computed (`gap`); what grammars add to a step of many rows
+(`grammar`). Give parts, or none for all of the preset.
 
     python -m bench.load --json load.jsonl
     python -m bench.load sessions --preset gpu

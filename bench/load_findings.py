@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from bench.runner import Comparison, Machine
-from bench.swarm_findings import Spread
+from bench.swarm_findings import GAP_BAR, Gap, Spread
 from bench.swarm_records import ResultsUnreadable
 from bench.swarm_table import table
 
@@ -72,10 +72,55 @@ class Sessions(Struct, frozen=True, kw_only=True, tag=True):
             ]
 
 
-Finding = Sessions
+class Gaps(Struct, frozen=True, kw_only=True, tag=True):
+    """How long running agents wait for a token while a long prompt is computed."""
+
+    gap: Gap
+
+    TITLE = "Running agents while a long prompt prefills"
+    COLUMNS = "agents; prompt; step ms; longest gap ms; gap in steps; at most"
+
+    def rows_of_table(self) -> Iterable[Cells]:
+        """A row for each repeat."""
+        for step, longest in zip(self.gap.steps, self.gap.gaps, strict=True):
+            yield [
+                f"{self.gap.agents}",
+                f"{self.gap.prompt:,}",
+                f"{step:.1f}",
+                f"{longest:.1f}",
+                f"{longest / step:.2f}",
+                f"{GAP_BAR:g}",
+            ]
+
+
+class Asking(Struct, frozen=True, kw_only=True, tag=True):
+    """A decode step by what its rows ask for, over one of rows that ask for nothing."""
+
+    rows: int
+    comparison: Comparison
+
+    TITLE = "Grammars and penalties in a batch"
+    COLUMNS = "rows; ask for; step ms; over none; more a row and token, us"
+
+    def rows_of_table(self) -> Iterable[Cells]:
+        """A row for each contender."""
+        ratios = {ratio.contender: ratio for ratio in self.comparison.ratios}
+        least = min(figure.median for figure in self.comparison.figures)
+        for figure in self.comparison.figures:
+            ratio = ratios.get(figure.contender)
+            yield [
+                f"{self.rows}",
+                figure.contender,
+                f"{figure.median:.2f}",
+                f"{ratio.value:.2f} ({ratio.verdict})" if ratio else "",
+                f"{1e3 * (figure.median - least) / self.rows:.0f}",
+            ]
+
+
+Finding = Sessions | Gaps | Asking
 """What any part finds."""
 
-KINDS = (Sessions,)
+KINDS = (Sessions, Gaps, Asking)
 
 
 class LoadRecord(Struct, frozen=True, kw_only=True):

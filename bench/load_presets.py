@@ -3,10 +3,14 @@
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from bench.load_findings import Finding
+from bench import sampling
+from bench.load_findings import Asking, Finding, Gaps
 from bench.load_sessions import SessionSizes, sessions
+from bench.swarm_gap import GapSizes, gap
+from bench.swarm_presets import CPU as SWARM_CPU
+from bench.swarm_presets import GPU as SWARM_GPU
 from bench.swarm_presets import LLAMA_8B, SMALL
-from bench.swarm_setup import Setup
+from bench.swarm_setup import Setup, prepare
 
 
 class LoadScale(NamedTuple):
@@ -16,22 +20,44 @@ class LoadScale(NamedTuple):
     dtype: str
     seconds: dict[str, int]
     sessions: SessionSizes
+    gap: GapSizes
+    grammar: sampling.Sizes
+    ram: str
+
+
+def _gaps(setup: Setup, scale: LoadScale) -> Iterator[Finding]:
+    for found in gap(setup._replace(ram=scale.ram), scale.gap):
+        yield Gaps(gap=found)
+
+
+def _asking(setup: Setup, scale: LoadScale) -> Iterator[Finding]:
+    """With a model of its own: masks are as large as its vocabulary."""
+    other = prepare(sampling.MODEL, scale.dtype, ram="1GiB", copies=0)
+    yield Asking(rows=scale.grammar.rows, comparison=sampling.sampling(other, scale.grammar))
 
 
 PARTS: dict[str, Callable[[Setup, LoadScale], Iterator[Finding]]] = {
     "sessions": lambda setup, scale: sessions(setup, scale.sessions),
+    "gap": _gaps,
+    "grammar": _asking,
 }
 
 GPU = LoadScale(
     model=LLAMA_8B,
     dtype="bfloat16",
-    seconds={"sessions": 400},
+    seconds={"sessions": 400, "gap": 30, "grammar": 40},
     sessions=SessionSizes(100, 4, 2048, 512, 64, rows=32, think=1.0, repeats=2),
+    gap=SWARM_GPU.gap,
+    grammar=sampling.Sizes(rows=32, steps=48, repeats=5),
+    ram=SWARM_GPU.ram,
 )
 CPU = LoadScale(
     model=SMALL,
     dtype="float32",
-    seconds={"sessions": 120},
+    seconds={"sessions": 120, "gap": 20, "grammar": 40},
     sessions=SessionSizes(24, 4, 128, 128, 4, rows=4, think=0.2),
+    gap=SWARM_CPU.gap,
+    grammar=sampling.Sizes(rows=32, steps=16, repeats=3),
+    ram=SWARM_CPU.ram,
 )
 PRESETS = {"cpu": CPU, "gpu": GPU}

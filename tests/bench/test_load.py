@@ -8,6 +8,7 @@ from bench import load
 from bench.load_findings import Sessions, read
 from bench.load_presets import PARTS, PRESETS, LoadScale
 from bench.load_sessions import EVERYBODY, POLICIES, SessionSizes
+from bench.sampling import Sizes
 from mlx_swarm.broker.errors import SwarmError
 from tests.bench.tiny_swarm import TINY
 
@@ -16,6 +17,9 @@ SCALE = LoadScale(
     dtype="float32",
     seconds=dict.fromkeys(PARTS, 3),
     sessions=SessionSizes(9, 3, 16, 48, 4, rows=2, think=0.01, repeats=1),
+    gap=TINY.gap,
+    grammar=Sizes(rows=2, steps=2, repeats=1),
+    ram=TINY.ram,
 )
 
 
@@ -45,10 +49,29 @@ def test_sessions_by_working_set_compute_less_than_everybody_at_once(
 
 
 @pytest.mark.parametrize(
+    ("part", "title"),
+    [("gap", "a long prompt prefills"), ("grammar", "Grammars and penalties in a batch")],
+)
+def test_every_part_prints_a_line_and_a_table(
+    part: str,
+    title: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(PRESETS, "tiny", SCALE)
+    path = tmp_path / "load.jsonl"
+    load.main([part, "--preset", "tiny", "--json", str(path)])
+    assert capsys.readouterr().out
+    load.main(["table", str(path)])
+    assert title in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         (["--preset", "fast"], "'fast' is no preset; there are cpu, gpu"),
-        (["stairs"], "'stairs' is no part; there are sessions"),
+        (["stairs"], "'stairs' is no part; there are sessions, gap, grammar"),
         (["table"], "table needs the files"),
     ],
 )
