@@ -1,10 +1,8 @@
 """What the engine does next: policy only, no MLX, no clock of its own, deterministic.
 
-Requests are admitted in their turn (`fairness`), up to `max_rows` at a time. Prefill goes by
-chunks, in turn as well, short rests of several prompts of one lane in one. After every chunk of
-prompt tokens at the latest comes a round of decode steps, one for each lane that has running rows.
-A request past its deadline ends, whatever its state. A row may have to give its place to another
-request, and is queued again (`preemption`).
+Requests are admitted in their turn (`fairness`), up to `max_rows` at a time, and computed in turn
+(`turns`). A request past its deadline ends, whatever its state. A row may have to give its place to
+another request, and is queued again (`preemption`).
 
 Single-flight: a request waits while a request that is being prefilled (its *leader*) will store a
 longer prefix of its prompt than memory holds. The leader stops exactly where the two part and
@@ -14,39 +12,34 @@ well, with all that it has computed: it stores once somebody has a use for that,
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from enum import Enum
-from itertools import count, islice
+from itertools import islice
 from typing import NamedTuple
 
 from msgspec import Struct
 
-from ..cache.prefix_hash import Tokens, common_prefix_length
+from ..cache.prefix_hash import Tokens
 from ..request import RequestId
 from ..trace.events import PreemptionReason
 from .deadlines import Deadlines
-from .fairness import Account, Claim, Clock, FairQueue, Party, roughly
+from .entry import Entry, State
+from .fairness import Account, Clock, FairQueue, Party, roughly
+from .leaders import MINIMUM_SHARED_TOKENS, Known, Leaders
 from .preemption import LOOKS, SLICE, Lack, expendable, may_go, reason_for, victims
+from .turns import Turns
 from .work import (
     Admit,
     Decode,
     Expire,
     Hold,
     LanePolicy,
-    Part,
     Preempt,
-    Prefill,
     Store,
     Wait,
     Work,
 )
 
-MINIMUM_SHARED_TOKENS = 16
-"""A request does not wait for fewer tokens than this."""
-
 LOOKAHEAD = 2
 """How much of the queue may choose a leader while there is no room, in multiples of `max_rows`."""
-
-ROUNDING = 1e-9
 
 NOBODY = Party()
 
@@ -73,84 +66,13 @@ class Standing(NamedTuple):
     queued: int
 
 
-class _State(Enum):
-    QUEUED = "queued"
-    WAITING = "waiting"
-    RESTORING = "restoring"
-    PREFILLING = "prefilling"
-    DECODING = "decoding"
-
-
-class _Entry(Claim):
-    """One request. `end` is the length to prefill: the last prompt token is left to decoding."""
-
-    def __init__(
-        self,
-        request: RequestId,
-        tokens: Tokens,
-        namespace: str | None,
-        boundaries: Iterable[int],
-        account: Account,
-        priority: int,
-        max_tokens: int,
-        lane: LanePolicy,
-        alternatives: int | None,
-    ) -> None:
-        super().__init__(account, priority, len(tokens) + max_tokens)
-        self.request = request
-        self.lane = lane
-        self.tokens = tokens
-        self.namespace = namespace
-        self.alternatives = alternatives
-        self.end = len(tokens) - 1
-        self.boundaries = frozenset(boundaries)
-        self.state = _State.QUEUED
-        self.position = 0
-        self.stored = 0
-        self.waits = True
-        self.leader: _Entry | None = None
-        self.followers: dict[_Entry, int] = {}
-        self.common: dict[RequestId, int] = {}
-        self.hopes: dict[_Entry, int] = {}
-        self.met = 0
-        self.in_memory = 0
-        self.looked_up_at = -1
-        self.asked_priority = priority
-        self.reached = self.lost = 0
-        self.fresh = 0.0
-        self.is_guarded = False
-        self.number = 0
-
-    @property
-    def urgency(self) -> int:
-        """The priority of the request, or of who waits for it."""
-        return max([self.asked_priority, *(each.priority for each in self.followers)])
-
-    def next_stop(self, reach: int) -> int:
-        """The next position at which to store: a boundary, where a follower parts, or the end.
-
-        Of stops within `reach` tokens the last one serves all.
-        """
-        stops = [*self.boundaries, *self.followers.values(), self.end]
-        ahead = [stop for stop in stops if self.position < stop <= self.end]
-        return max(stop for stop in ahead if stop <= min(ahead) + reach)
-
-    def wanted_tokens(self) -> int:
-        """How much others want of what is computed: up to a boundary, or where a follower parts."""
-        stops = [stop for stop in self.boundaries if stop <= self.position]
-        is_whole = self.state is _State.DECODING
-        stops += [at for at in self.followers.values() if is_whole or at <= self.position]
-        return max(stops, default=0)
-
-
 class Scheduler:
     """Decides on the next piece of work; told what became of it.
 
-    `known(tokens, namespace)` is how many tokens of a prompt memory has now; it is asked with a
-    third argument, `alternatives`, for a request that needs those too. `has_memory(request)`
-    says whether a request may run now. If not, it stays the next of its priority and those behind
-    it wait as well, so that nobody is overtaken for ever. `clock` is what deadlines and aging go
-    by. `computed(request)` are the tokens that a decoding row of a lane that donates could store.
+    `known` is how many tokens of a prompt memory has now. `has_memory(request)` says whether a
+    request may run now. If not, it stays the next of its priority and those behind it wait as well,
+    so that nobody is overtaken for ever. `clock` is what deadlines and aging go by.
+    `computed(request)` are the tokens that a decoding row of a lane that donates could store.
     `may_start(request)` is asked before: who may not is passed over, and nobody waits for it.
     `shortage(request)` are the bytes that it lacks then, infinite if no row can help it, and
     `promised(request)` those that a row would give back. A row has its place for `slice_tokens`
@@ -159,7 +81,7 @@ class Scheduler:
 
     def __init__(
         self,
-        known: Callable[..., int],
+        known: Known,
         *,
         max_rows: int,
         clock: Clock,
@@ -171,39 +93,31 @@ class Scheduler:
         promised: Callable[[RequestId], int] = lambda request: 0,
         slice_tokens: int = SLICE,
     ) -> None:
-        self._known = known
         self._has_memory = has_memory
         self._may_start = may_start
         self._shortage = shortage
         self._promised = promised
         self._slice = slice_tokens
         self._max_rows = max_rows
-        self._computed = computed
-        self._minimum_shared = max(minimum_shared, 1)
         self._clock = clock
-        self._entries: dict[RequestId, _Entry] = {}
+        self._entries: dict[RequestId, Entry] = {}
         self._accounts = Account()
         self._deadlines = Deadlines()
-        self._pending: FairQueue[_Entry] = FairQueue(clock)
-        self._prefilling: FairQueue[_Entry] = FairQueue(clock, roughly)
+        self._pending: FairQueue[Entry] = FairQueue(clock)
+        self._prefilling: FairQueue[Entry] = FairQueue(clock, roughly)
         # In order of admission: dicts for their cheap removal.
-        self._restoring: dict[_Entry, None] = {}
-        self._decoding: dict[_Entry, None] = {}
-        self._due: dict[_Entry, None] = {}
-        # Lanes whose turn in this round of decode steps is still to come, and how much of a chunk
-        # was computed since the last round.
-        self._round: list[LanePolicy] = []
-        self._spent = 0.0
-        # Who computes, numbered in order of admission.
-        self._leaders: dict[_Entry, int] = {}
-        self._numbers = count(1)
+        self._restoring: dict[Entry, None] = {}
+        self._decoding: dict[Entry, None] = {}
+        self._due: dict[Entry, None] = {}
+        minimum = max(minimum_shared, 1)
+        self._turns = Turns(self._prefilling, self._decoding, minimum - 1)
+        self._leaders = Leaders(known, computed, minimum, LOOKAHEAD * max_rows)
         self._undecided = False
         # What is left of going through the queue; begun anew whenever it may turn out differently.
-        self._to_decide: Iterator[_Entry] = iter(())
+        self._to_decide: Iterator[Entry] = iter(())
         self._admits = False
-        self._memory_version = 0
         # Who is to get the places of whom, and why; when that is looked at again.
-        self._leaving: list[tuple[_Entry, _Entry, PreemptionReason]] = []
+        self._leaving: list[tuple[Entry, Entry, PreemptionReason]] = []
         self._may_preempt = False
         self._computed_since = 0.0
         self._admissions = self._preemptions = 0
@@ -229,7 +143,7 @@ class Scheduler:
         """
         marks = boundaries if namespace is not None else ()
         account = self._accounts.agent(party)
-        entry = _Entry(
+        entry = Entry(
             request, tokens, namespace, marks, account, priority, max_tokens, lane, alternatives
         )
         self._entries[request] = entry
@@ -275,10 +189,9 @@ class Scheduler:
         self._restoring.pop(entry, None)
         entry.position = entry.stored = position
         entry.lost = max(0, entry.reached - position)
-        entry.state = _State.PREFILLING
+        entry.state = State.PREFILLING
         self._prefilling.add(entry)
-        self._leaders.pop(entry, None)
-        self._leaders[entry] = next(self._numbers)
+        self._leaders.add(entry)
         self._reconsider()
         return self._finish_prefill(entry)
 
@@ -286,7 +199,7 @@ class Scheduler:
         """Instead of `admitted`: the request has a row, and waits for the tier below memory."""
         entry = self._entries[request]
         self._leave_queue(entry)
-        entry.state = _State.RESTORING
+        entry.state = State.RESTORING
         self._restoring[entry] = None
         self._reconsider()
 
@@ -294,7 +207,7 @@ class Scheduler:
         """What the request waited for is in memory, or never will be: it is first in the queue."""
         entry = self._entries[request]
         del self._restoring[entry]
-        entry.state = _State.QUEUED
+        entry.state = State.QUEUED
         self._enqueue(entry, front=True)
         self.memory_changed()
 
@@ -303,7 +216,7 @@ class Scheduler:
         queued again, the first of its agent's, and goes on when its turn comes.
         """
         entry = self._entries[request]
-        is_decoding = entry.state is _State.DECODING
+        is_decoding = entry.state is State.DECODING
         self._free_followers(entry)
         self._prefilling.discard(entry)
         for place in (self._decoding, self._due):
@@ -314,22 +227,12 @@ class Scheduler:
         entry.reached = entry.end if is_decoding else max(entry.reached, entry.position)
         entry.position = entry.stored = 0
         entry.waits = entry.is_guarded = True
-        entry.state = _State.QUEUED
-        self._forget_common(entry)
+        entry.state = State.QUEUED
+        self._leaders.tokens_changed(entry, self._entries.values())
         self._preemptions += 1
         entry.account.requeue()
         self._pending.add(entry, back=True)
         self.memory_changed()
-
-    def _forget_common(self, entry: _Entry) -> None:
-        """Its tokens are others now."""
-        self._leaders.pop(entry, None)
-        entry.common.clear()
-        entry.hopes.clear()
-        entry.met = 0
-        for other in self._entries.values():
-            other.common.pop(entry.request, None)
-            other.hopes.pop(entry, None)
 
     def expendable(self) -> list[RequestId]:
         """The rows to preempt where memory runs short, the first ones first; one stays."""
@@ -342,9 +245,9 @@ class Scheduler:
         stored at the end of the prompt unless somebody asked for it.
         """
         entry = self._entries[request]
-        self._spent += (position - entry.position) / entry.lane.chunk(bool(self._decoding))
+        self._turns.computed(entry, position - entry.position)
         self._charge(entry, position)
-        at_stop = position == entry.next_stop(self._reach(entry))
+        at_stop = position == self._turns.next_stop(entry)
         entry.position = position
         wanted = not lasting or entry.wanted_tokens() > entry.stored
         if at_stop and wanted and entry.namespace is not None:
@@ -360,7 +263,7 @@ class Scheduler:
             follower.waits = kept
         self._due.pop(entry, None)
         self.memory_changed()
-        if entry.state is _State.DECODING:
+        if entry.state is State.DECODING:
             entry.stored = max(entry.stored, *entry.followers.values(), 0)
             self._free_followers(entry)
             return False
@@ -376,26 +279,27 @@ class Scheduler:
             self._pending.discard(entry)
             entry.account.leave_queue()
         self._prefilling.discard(entry)
-        for place in (self._restoring, self._decoding, self._due, self._leaders):
+        for place in (self._restoring, self._decoding, self._due):
             place.pop(entry, None)
+        self._leaders.discard(entry)
         entry.close()
         self._deadlines.discard(request)
         self.memory_changed()
 
     def memory_changed(self) -> None:
         """There may be more memory now, or more in it: who waits is looked at again."""
-        self._memory_version += 1
+        self._leaders.memory_changed()
         self._reconsider()
 
     def statistics(self) -> SchedulerStatistics:
         """How many requests are in which state."""
         states = [entry.state for entry in self._entries.values()]
         return SchedulerStatistics(
-            queued=states.count(_State.QUEUED),
-            waiting=states.count(_State.WAITING),
-            restoring=states.count(_State.RESTORING),
-            prefilling=states.count(_State.PREFILLING),
-            decoding=states.count(_State.DECODING),
+            queued=states.count(State.QUEUED),
+            waiting=states.count(State.WAITING),
+            restoring=states.count(State.RESTORING),
+            prefilling=states.count(State.PREFILLING),
+            decoding=states.count(State.DECODING),
             preempted=self._preemptions,
         )
 
@@ -417,9 +321,9 @@ class Scheduler:
         assert len(self._deadlines) <= len(self._entries)
         for entry in self._entries.values():
             assert 0 <= entry.position <= entry.end
-            assert entry.stored <= entry.position or entry.state is _State.DECODING
-            assert (entry.leader is not None) == (entry.state is _State.WAITING)
-            running = _State.PREFILLING, _State.DECODING
+            assert entry.stored <= entry.position or entry.state is State.DECODING
+            assert (entry.leader is not None) == (entry.state is State.WAITING)
+            running = State.PREFILLING, State.DECODING
             assert entry.leader is None or entry.leader.state in running
             assert all(follower.leader is entry for follower in entry.followers)
 
@@ -438,7 +342,9 @@ class Scheduler:
             near = None if self._admits else LOOKAHEAD * self._max_rows
             self._to_decide, self._undecided = islice(self._pending.in_turn(), near), False
         for entry in self._to_decide:
-            leader, shared, worth = self._leader_of(entry)
+            leader, shared, worth = self._leaders.best_for(
+                entry, self._prefilling.claims, self._decoding
+            )
             if leader is not None and worth and entry.waits:
                 if (entry.leader, leader.followers.get(entry)) != (leader, shared):
                     self._follow(entry, leader, shared)
@@ -487,7 +393,7 @@ class Scheduler:
                 return self._leave()
         return None
 
-    def _victims(self, entry: _Entry, rows: list[_Entry]) -> list[_Entry]:
+    def _victims(self, entry: Entry, rows: list[Entry]) -> list[Entry]:
         is_full = self._is_full(entry.lane)
         if is_full:
             rows = [row for row in rows if row.lane is entry.lane]
@@ -502,12 +408,12 @@ class Scheduler:
         lack = Lack(lacks_row, nbytes)
         return victims(entry, rows, lack, lambda row: self._promised(row.request), self._slice)
 
-    def _reason(self, entry: _Entry, row: _Entry) -> PreemptionReason:
+    def _reason(self, entry: Entry, row: Entry) -> PreemptionReason:
         reason = reason_for(entry, row, self._slice)
         assert reason is not None
         return reason
 
-    def _runners(self) -> list[_Entry]:
+    def _runners(self) -> list[Entry]:
         """The rows that may be interrupted."""
         running = (*self._prefilling.claims, *self._decoding)
         return [entry for entry in running if entry.lane.preempts]
@@ -517,53 +423,9 @@ class Scheduler:
         return Store(entry.request, entry.wanted_tokens()) if entry is not None else None
 
     def _compute(self) -> Work | None:
-        """A step of a lane in this round, else parts of prompts, else the first of a new round."""
-        if work := self._step():
-            return work
-        if parts := self._parts():
-            return Prefill(tuple(parts))
-        self._spent = 0.0
-        self._round = list({entry.lane: None for entry in self._decoding})
-        return self._step()
-
-    def _step(self) -> Work | None:
-        while self._round:
-            lane = self._round.pop()
-            if rows := [entry for entry in self._decoding if entry.lane is lane]:
-                for entry in rows:
-                    entry.compute(1)
-                    entry.fresh += 1
-                self._computed_since += 1
-                return Decode(lane)
-        return None
-
-    def _parts(self) -> list[Part]:
-        """Parts of prompts of one lane that may be computed before the next round."""
-        is_decoding = bool(self._decoding)
-        spent = self._spent if is_decoding else 0.0
-        parts: list[Part] = []
-        lane: LanePolicy | None = None
-        chunk = 0
-        for entry in self._prefilling.in_turn():
-            if lane is None:
-                lane, chunk = entry.lane, entry.lane.chunk(is_decoding)
-            elif entry.lane is not lane:
-                continue
-            stop = entry.next_stop(self._reach(entry))
-            if stop - entry.position > chunk:
-                # At multiples of the chunk, and not for what is left over of another: every length
-                # that was not seen before is dear on GPUs.
-                stop = (entry.position // chunk + 1) * chunk
-            cost = (stop - entry.position) / chunk
-            if spent and spent + cost > 1 + ROUNDING:
-                break
-            parts.append(Part(entry.request, entry.position, stop))
-            spent += cost
-        return parts
-
-    def _reach(self, entry: _Entry) -> int:
-        """How far apart stops may be that one put serves."""
-        return 0 if entry.lane.exact_stops else self._minimum_shared - 1
+        work = self._turns.next()
+        self._computed_since += isinstance(work, Decode)
+        return work
 
     def _is_full(self, lane: LanePolicy) -> bool:
         if lane.max_rows >= self._max_rows:
@@ -578,12 +440,12 @@ class Scheduler:
     def _occupied(self) -> int:
         return len(self._restoring) + len(self._prefilling) + len(self._decoding)
 
-    def _enqueue(self, entry: _Entry, *, front: bool = False) -> None:
+    def _enqueue(self, entry: Entry, *, front: bool = False) -> None:
         entry.account.queue()
         self._pending.add(entry, front=front)
         self._reconsider()
 
-    def _leave_queue(self, entry: _Entry) -> None:
+    def _leave_queue(self, entry: Entry) -> None:
         """Leave for a row."""
         self._unfollow(entry)
         if entry in self._pending:
@@ -596,7 +458,7 @@ class Scheduler:
             waiting = self._pending.claims
             entry.is_guarded |= any(each.priority > entry.priority for each in waiting)
 
-    def _charge(self, entry: _Entry, position: int) -> None:
+    def _charge(self, entry: Entry, position: int) -> None:
         """Prompt tokens up to `position` were computed. What several wait for they pay together."""
         payers = [each for each, shared in entry.followers.items() if shared >= position]
         self._computed_since += position - entry.position
@@ -609,100 +471,29 @@ class Scheduler:
             payer.account.charge(share)
         self._prefilling.served(entry)
 
-    def _leader_of(self, entry: _Entry) -> tuple[_Entry | None, int, bool]:
-        """Who will store most of this prompt, how much, and whether that is worth waiting for."""
-        best, longest = None, self._in_memory(entry)
-        floor = longest
-        if self._hope(entry) <= floor:
-            return None, floor, False
-        donors = (each for each in self._decoding if each.lane.donates)
-        for leader in (*self._prefilling.claims, *donors):
-            if entry.hopes.get(leader, 0) <= longest:
-                continue
-            shared = self._shared(entry, leader)
-            if shared > max(longest, leader.stored):
-                best, longest = leader, shared
-        return best, longest, longest - floor >= self._minimum_shared
-
-    def _hope(self, entry: _Entry) -> int:
-        """No leader can ever store more of a prompt than so many tokens.
-
-        With a full queue many prompts are looked at for every change, and hardly one has a leader:
-        so each is compared with a leader once, when that is new.
-        """
-        hopes = entry.hopes
-        for leader, number in reversed(self._leaders.items()):
-            if number <= entry.met:
-                break
-            common = self._common(entry, leader)
-            hopes[leader] = entry.end if common == len(leader.tokens) else min(common, entry.end)
-        entry.met = next(reversed(self._leaders.values()), 0)
-        most = max(hopes.values(), default=0)
-        if most > entry.in_memory or len(hopes) > 2 * self._max_rows:
-            for ended in hopes.keys() - self._leaders.keys():
-                del hopes[ended]
-            most = max(hopes.values(), default=0)
-        return most
-
-    def _common(self, entry: _Entry, leader: _Entry) -> int:
-        """Tokens with which both prompts begin; 0 also where they are stored already."""
-        if entry.namespace is None or entry.namespace != leader.namespace:
-            return 0
-        if entry.alternatives is not None and (entry.alternatives or leader.alternatives is None):
-            return 0
-        common = entry.common.get(leader.request)
-        if common is None:
-            # Most part right where the stored prefix ends: one token tells.
-            at = leader.stored
-            if at < len(leader.tokens) and entry.tokens[min(at, entry.end)] != leader.tokens[at]:
-                return 0
-            common = common_prefix_length(entry.tokens, leader.tokens)
-            entry.common[leader.request] = common
-        return common
-
-    def _shared(self, entry: _Entry, leader: _Entry) -> int:
-        """Tokens of the prompt that the leader can store for it."""
-        common = self._common(entry, leader)
-        if leader.state is not _State.DECODING:
-            return min(common, entry.end, leader.end)
-        if common == len(leader.tokens) and entry.alternatives is None:
-            common = common_prefix_length(entry.tokens, self._computed(leader.request))
-        return min(common, entry.end)
-
-    def _in_memory(self, entry: _Entry) -> int:
-        if entry.namespace is None:
-            return 0
-        if entry.looked_up_at != self._memory_version:
-            asked = () if entry.alternatives is None else (entry.alternatives,)
-            found = self._known(entry.tokens, entry.namespace, *asked)
-            # One token of what a leader stores with log-probabilities is computed again.
-            entry.in_memory = found + 1 if found and asked else found
-            entry.looked_up_at = self._memory_version
-        return entry.in_memory
-
-    def _follow(self, entry: _Entry, leader: _Entry, shared: int) -> None:
+    def _follow(self, entry: Entry, leader: Entry, shared: int) -> None:
         self._unfollow(entry)
-        entry.leader, entry.state = leader, _State.WAITING
+        entry.leader, entry.state = leader, State.WAITING
         leader.followers[entry] = shared
         self._prefilling.raise_to(leader, entry.priority)
         # A leader that is past the parting point has it already and only has to store it.
-        if leader.state is _State.DECODING or shared <= leader.position:
+        if leader.state is State.DECODING or shared <= leader.position:
             self._due[leader] = None
 
-    def _unfollow(self, entry: _Entry) -> None:
+    def _unfollow(self, entry: Entry) -> None:
         if entry.leader is not None:
             entry.leader.followers.pop(entry, None)
-            entry.leader, entry.state = None, _State.QUEUED
+            entry.leader, entry.state = None, State.QUEUED
 
-    def _free_followers(self, entry: _Entry) -> None:
+    def _free_followers(self, entry: Entry) -> None:
         for follower in list(entry.followers):
             self._unfollow(follower)
 
-    def _finish_prefill(self, entry: _Entry) -> bool:
+    def _finish_prefill(self, entry: Entry) -> bool:
         """Let a row decode once its prompt is computed and what is wanted of it is stored."""
         if entry.position < entry.end or entry in self._due:
             return False
-        entry.state = _State.DECODING
+        entry.state = State.DECODING
         self._prefilling.discard(entry)
         self._decoding[entry] = None
         self._free_followers(entry)

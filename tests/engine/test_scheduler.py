@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_swarm.broker.cache.prefix_hash import Tokens
-from mlx_swarm.broker.engine.scheduler import MINIMUM_SHARED_TOKENS, Scheduler
+from mlx_swarm.broker.engine.leaders import MINIMUM_SHARED_TOKENS
+from mlx_swarm.broker.engine.scheduler import Scheduler
 from mlx_swarm.broker.engine.work import Admit, Decode, Part, Prefill, Store, Wait
 from mlx_swarm.broker.request import RequestId as R
 from tests.engine.scheduling import FakeEngine, FakeLane
@@ -350,7 +351,7 @@ def test_the_same_arrivals_give_the_same_work(arrivals: list[Arrival]) -> None:
 def test_a_long_queue_is_not_gone_through_at_every_change() -> None:
     looked_up = 0
 
-    def known(tokens: Tokens, namespace: str) -> int:
+    def known(tokens: Tokens, namespace: str, alternatives: int | None) -> int:
         nonlocal looked_up
         looked_up += 1
         return 0

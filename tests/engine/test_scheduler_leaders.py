@@ -1,43 +1,47 @@
 """Whom a request waits for, against going through everybody who computes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_swarm.broker.engine.scheduler import Scheduler, _Entry
+from mlx_swarm.broker.engine.entry import Entry, State
+from mlx_swarm.broker.engine.leaders import Leaders
 from tests.engine.scheduling import FakeEngine
 
-Leader = tuple[_Entry | None, int, bool]
+Leader = tuple[Entry | None, int, bool]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def compared() -> Iterator[list[Leader]]:
     """Every choice of a leader is compared with the oracle's."""
-    usual, seen = Scheduler._leader_of, list[Leader]()
+    usual, seen = Leaders.best_for, list[Leader]()
 
-    def chosen(scheduler: Scheduler, entry: _Entry) -> Leader:
-        got = usual(scheduler, entry)
-        assert got == by_scan(scheduler, entry)
+    def chosen(
+        leaders: Leaders, entry: Entry, prefilling: Iterable[Entry], decoding: Iterable[Entry]
+    ) -> Leader:
+        got = usual(leaders, entry, prefilling, decoding)
+        assert got == by_scan(leaders, entry, [*prefilling, *decoding])
         seen.append(got)
         return got
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scheduler, "_leader_of", chosen)
+        patch.setattr(Leaders, "best_for", chosen)
         yield seen
 
 
-def by_scan(scheduler: Scheduler, entry: _Entry) -> Leader:
+def by_scan(leaders: Leaders, entry: Entry, running: list[Entry]) -> Leader:
     """All who compute, one after the other."""
-    best, longest = None, scheduler._in_memory(entry)
+    best, longest = None, leaders._in_memory(entry)
     floor = longest
-    decoding = [entry for entry in scheduler._decoding if entry.lane.donates]
-    for leader in (*scheduler._prefilling.claims, *decoding):
-        shared = scheduler._shared(entry, leader)
+    for leader in running:
+        if leader.state is State.DECODING and not leader.lane.donates:
+            continue
+        shared = leaders._shared(entry, leader)
         if shared > max(longest, leader.stored):
             best, longest = leader, shared
-    return best, longest, longest - floor >= scheduler._minimum_shared
+    return best, longest, longest - floor >= leaders._minimum_shared
 
 
 @given(

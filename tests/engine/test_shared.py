@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from mlx_swarm.broker import Request, Sampling
 from mlx_swarm.broker.engine.decode_batch import PrefillLimits
+from mlx_swarm.broker.engine.leaders import MINIMUM_SHARED_TOKENS
 from mlx_swarm.broker.engine.row import Row
-from mlx_swarm.broker.engine.scheduler import MINIMUM_SHARED_TOKENS
 from mlx_swarm.broker.models import LoadedModel, load
 from tests.engine.driver import Driver, assert_greedy
 from tests.engine.random_life import live
