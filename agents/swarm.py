@@ -145,6 +145,8 @@ class Swarm:
         for task in tasks:
             check_task(task)
         agents = [self.spawn(task) for task in tasks]
+        for agent in agents:
+            agent.turns[0].is_last = True
         try:
             return Results([await agent.turns[0].end() for agent in agents])
         finally:

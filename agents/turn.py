@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Generator
+from math import inf
 from typing import Any, Self
 
 import anyio
@@ -35,7 +36,7 @@ from .transcript import Prompt, Transcript
 class Turn:
     """What an agent was asked and what it answers: await it, or stream it, any number of times.
 
-    It `is_followed` once the agent was asked something more.
+    It `is_followed` once the agent was asked something more, and `is_last` where nobody means to.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Turn:
     ) -> None:
         self.agent = agent
         self.number = number
-        self.is_followed = False
+        self.is_followed = self.is_last = False
         self._text = text
         self._transcript = transcript
         self._scope = scope
@@ -145,7 +146,7 @@ class Turn:
             swarm=settings.swarm,
             priority=settings.priority,
             deadline=settings.deadline,
-            next_use=0.0 if self.is_followed else None,
+            next_use=0.0 if self.is_followed else inf if self.is_last else None,
             cache=settings.cache,
         )
 

@@ -24,9 +24,17 @@ async def test_a_turn_with_another_one_queued_says_that_it_is_needed_at_once() -
 async def test_an_agent_that_may_be_asked_again_says_nothing() -> None:
     broker = FakeBroker()
     async with Swarm(broker) as swarm:
-        await swarm.map(["one", "two"])
-        assert [request.next_use for request in broker.requests] == [None, None]
+        await swarm.spawn("one")
+        assert [request.next_use for request in broker.requests] == [None]
         assert not broker.steered
+
+
+async def test_of_agents_that_are_mapped_nobody_is_waited_for() -> None:
+    broker = FakeBroker()
+    async with Swarm(broker) as swarm:
+        await swarm.map(["one", "two"])
+        await swarm.agents[0].ask("three")
+    assert [request.next_use for request in broker.requests] == [math.inf, math.inf, None]
 
 
 @pytest.mark.parametrize("fails", [False, True])

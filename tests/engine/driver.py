@@ -72,7 +72,9 @@ class Driver:
         max_queue: int = MAX_QUEUE,
         idle_unload: float | None = None,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        self._sleep = sleep
         cold_bytes = 1 << 30 if cold else 0
         settings = EngineSettings(
             ram,
@@ -131,7 +133,7 @@ class Driver:
         change = self.engine.sessions.policy.next_change()
         if change == math.inf:
             return False
-        time.sleep(max(change - self.recorder.now(), 0.0))
+        self._sleep(max(change - self.recorder.now(), 0.0))
         return True
 
     def decode_all(self, boxes: Sequence[Box], tokens: int) -> None:

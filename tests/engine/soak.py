@@ -1,29 +1,40 @@
 """A long random life of the batch lane: `python -m tests.engine.soak --seconds 3600`.
 
 In each world an engine of another model kind, budget and row limit serves a random mix of arrivals,
-preemptions, cancellations, deadlines and injected failures. Greedy tokens must be mlx-lm's, seeded
-ones those of the same request alone (a sum in another order may turn a draw once in `RARELY`
-requests); nothing may be left behind. Prints its progress, and the seed of the world that failed
-(`--seed S --worlds 1` repeats it). `--kind smollm2-135m` lives in the real model alone, which is
-slow.
+preemptions, cancellations, deadlines and injected failures, for several models and adapters in both
+lanes; some worlds have a cold tier. Greedy tokens must be mlx-lm's, seeded ones those of the same
+request alone (a sum in another order may turn a draw once in `RARELY` requests), the prompt's
+log-probabilities the model's; nothing may be left behind. Prints its progress, and the seed of the
+world that failed (`--seed S --worlds 1` repeats it). `--kind smollm2-135m` lives in the real model
+alone, which is slow.
 """
 
 import argparse
+import math
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
+from msgspec.structs import replace
 
 from mlx_swarm.broker import Request, Sampling
 from mlx_swarm.broker.engine import sharing
 from mlx_swarm.broker.engine.decode_batch import PrefillLimits
 from mlx_swarm.broker.engine.memory import weight_bytes
-from mlx_swarm.broker.errors import DeadlineExceeded, OutOfMemory
+from mlx_swarm.broker.engine.roster import ModelSource
+from mlx_swarm.broker.errors import DeadlineExceeded, InvalidRequest, ModelBusy, OutOfMemory
+from mlx_swarm.broker.models import LoadedModel, load_adapter
+from mlx_swarm.broker.request import TokenLogprob
 from tests.engine.driver import Box, Driver, assert_greedy
 from tests.engine.test_shared import KINDS, SIZES, FailingModel, model_of, with_model
+from tests.models.tiny_adapter import write_adapter
 from tests.tiny_broker import SHARED
 
 WORLDS = {
@@ -47,7 +58,18 @@ ACTIONS = {
     "cancel": 2,
     "fail": 0.3,
     "clear": 0.2,
+    "load": 0.2,
+    "unload": 0.2,
+    "rest": 0.3,
 }
+
+ADAPTED = {"llama", "qwen3"}
+"""Kinds whose models get adapters."""
+
+PROMPT_TOLERANCE = 1e-3
+
+MODELS = 3
+"""Further models and adapters of a world at most."""
 
 
 class World:
@@ -59,13 +81,20 @@ class World:
         self.model = model_of(WORLDS.get(self.kind, self.kind))
         self.failing: Any = FailingModel(self.model.model)
         self.now = 0.0
+        self.folder = tempfile.TemporaryDirectory()
+        self.models: dict[str, LoadedModel] = {"": self.model}
+        self.oracles: list[LoadedModel] = []
+        has_cold = self.random.random() < 0.3
         self.driver = Driver(
             with_model(self.model, self.failing),
             ram=self.random.choice([0, 40_000, 200_000, 64 << 20]),
             max_rows=self.random.randint(1, 10),
             chunk=self.random.choice([8, 32, 128]),
             memory=weight_bytes(self.model) + self.random.choice([200_000, 1_000_000, 1 << 30]),
+            cold=Path(self.folder.name) / "kv" if has_cold else None,
+            idle_unload=self.random.choice([None, 5.0]),
             clock=lambda: self.now,
+            sleep=self.wait,
         )
         # A place lasts long in these lives; in some of them it is lost soon.
         self.driver.engine.scheduler._slice = self.random.choice([4, 16, 1024])
@@ -73,6 +102,10 @@ class World:
         self.asked: list[Request] = []
         self.failures = 0
         self.turned = 0
+
+    def wait(self, seconds: float) -> None:
+        """Time passes."""
+        self.now += seconds + 0.01
 
     def narrow(self) -> None:
         """Limits that prompts as short as these reach."""
@@ -94,9 +127,10 @@ class World:
         self.failing.left = 0
         self.driver.run()
         self.driver.check_idle()
-        for request, box in zip(self.asked, self.driver.boxes, strict=True):
-            self.check(request, box)
+        for asked in zip(self.asked, self.driver.boxes, self.oracles, strict=True):
+            self.check(*asked)
         self.driver.engine.close()
+        self.folder.cleanup()
 
     def submit(self) -> None:
         """A request, mostly of a family that others belong to as well."""
@@ -147,9 +181,50 @@ class World:
                 priority=pick.choice([0, 0, 0, -1, 2]),
                 deadline=pick.choice([*[None] * 8, 0.5, 20.0]),
                 boundaries=boundaries,
+                next_use=pick.choice([None, None, 0.0, 2.0, math.inf]),
+                model=pick.choice([*self.models, "", ""]),
+                **self.lane_of(),
             )
         )
+        self.oracles.append(self.models[self.asked[-1].model])
         self.driver.submit(self.asked[-1])
+
+    def lane_of(self) -> dict[str, Any]:
+        """Mostly the batch; else alone, with or without a draft."""
+        chance = self.random.random()
+        if chance < 0.05:
+            return {"deterministic": True}
+        draft = self.random.choice([*self.models]) if chance < 0.1 else ""
+        return {"draft": draft, "prompt_logprobs": self.random.random() < 0.1}
+
+    def load(self) -> None:
+        """One more model: the same weights again, as somebody else's, or an adapter."""
+        if len(self.models) > MODELS:
+            return
+        name, oracle = f"model-{len(self.asked)}", self.model
+        source = ModelSource(WORLDS.get(self.kind, self.kind))
+        bases = [each for each, model in self.models.items() if each and not model.adapter]
+        if self.kind in ADAPTED and bases:
+            folder = Path(self.folder.name) / name
+            write_adapter(folder, self.model.model, seed=self.random.randint(0, 2))
+            source = ModelSource(str(folder), base=bases[0])
+            oracle = load_adapter(self.model, folder)
+        with suppress(OutOfMemory, InvalidRequest):
+            self.driver.engine.load(name, source)
+            self.models[name] = oracle
+
+    def unload(self) -> None:
+        """Let a model go, unless somebody uses it."""
+        name = self.random.choice([*self.models])
+        with suppress(ModelBusy, InvalidRequest):
+            for gone in self.driver.engine.unload(name):
+                self.models.pop(gone, None)
+
+    def rest(self) -> None:
+        """A long time passes, and everything that is open runs to its end."""
+        self.driver.run()
+        self.now += 10.0
+        self.driver.run()
 
     def run(self) -> None:
         """Some turns."""
@@ -173,23 +248,41 @@ class World:
         """Forget what is cached, whatever runs."""
         self.driver.engine.cache.clear()
 
-    def check(self, request: Request, box: Box) -> None:
+    def check(self, request: Request, box: Box, model: LoadedModel) -> None:
         """The tokens are right as far as they go; what fails was made to, or lacked memory."""
         if box.error is not None:
             is_expected = isinstance(box.error, OutOfMemory | DeadlineExceeded)
+            # Not every model goes with a draft.
+            is_expected |= bool(request.draft) and isinstance(box.error, InvalidRequest)
             assert is_expected or "on purpose" in str(box.error), box.error
             self.failures += 1
         elif box.end is not None and box.end.finish_reason == "length":
             assert len(box.tokens) == request.max_tokens
         assert len(box.logprobs) == len(box.tokens) * request.logprobs
+        if box.end is not None and box.end.finish_reason != "cancelled" and request.prompt_logprobs:
+            check_prompt(model, request.tokens, box.end.prompt_logprobs)
         if request.sampling.temperature == 0:
-            assert_greedy(self.model, request.tokens, box.tokens)
+            assert_greedy(model, request.tokens, box.tokens)
         elif box.tokens:
-            alone = Driver(self.model, max_rows=1)
-            expected = alone.submit(request)
+            alone = Driver(model, max_rows=1)
+            expected = alone.submit(replace(request, model="", draft="", prompt_logprobs=False))
             alone.run()
             self.turned += expected.tokens[: len(box.tokens)] != box.tokens
             alone.engine.close()
+
+
+def check_prompt(
+    model: LoadedModel, tokens: Sequence[int], got: Sequence[TokenLogprob | None]
+) -> None:
+    """Assert that a prompt's log-probabilities are those of the model alone."""
+    logits = model.model(mx.array([list(tokens)]), cache=model.make_caches())[0].astype(mx.float32)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    expected = np.array(
+        mx.take_along_axis(logprobs[:-1], mx.array(list(tokens)[1:])[:, None], axis=-1)
+    )
+    assert got[0] is None
+    found = [each.logprob for each in got[1:] if each is not None]
+    assert np.allclose(found, expected[:, 0], atol=PROMPT_TOLERANCE)
 
 
 def main() -> None:
