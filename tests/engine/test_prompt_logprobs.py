@@ -212,7 +212,7 @@ def test_who_does_not_ask_has_no_logits_computed_and_nothing_stored(
         assert len(logits) == sum(count for *_, count in parts)
         return gather(logits, parts)
 
-    monkeypatch.setattr("mlx_swarm.broker.engine.batch.gather", counting)
+    monkeypatch.setattr("mlx_swarm.broker.engine.ahead.gather", counting)
     monkeypatch.setattr("mlx_swarm.broker.engine.decode_batch.gather", counting)
     driver = Driver(loaded("llama"))
     boxes = [driver.submit(Request(tokens=prompt(n), max_tokens=2)) for n in range(3)]
@@ -254,7 +254,7 @@ def test_a_row_that_fails_in_its_prefill_leaves_nothing(monkeypatch: pytest.Monk
 
     with monkeypatch.context() as patch:
         patch.setattr("mlx_swarm.broker.engine.decode_batch.gather", broken)
-        patch.setattr("mlx_swarm.broker.engine.batch.gather", broken)
+        patch.setattr("mlx_swarm.broker.engine.ahead.gather", broken)
         failed = driver.submit(asking(tokens=LONG))
         beside = driver.submit(Request(tokens=SHARED, max_tokens=4))
         driver.run()
