@@ -278,7 +278,7 @@ def check_prompt(
     logits = model.model(mx.array([list(tokens)]), cache=model.make_caches())[0].astype(mx.float32)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     expected = np.array(
-        mx.take_along_axis(logprobs[:-1], mx.array(list(tokens)[1:])[:, None], axis=-1)
+        mx.take_along_axis(logprobs[:-1], mx.array(list(tokens)[1:], mx.int32)[:, None], axis=-1)
     )
     assert got[0] is None
     found = [each.logprob for each in got[1:] if each is not None]
