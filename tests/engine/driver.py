@@ -129,7 +129,13 @@ class Driver:
             turns -= 1
 
     def _waits(self) -> bool:
-        """Sleep until a session need not wait any more; False if none does."""
+        """Sleep until a write to the cold tier has ended that somebody waits for, or until a session
+        need not wait any more; False if nobody waits.
+        """
+        if self.engine.cache.is_writing and self.engine.scheduler.queued:
+            time.sleep(0.001)
+            self.engine.scheduler.memory_changed()
+            return True
         change = self.engine.sessions.policy.next_change()
         if change == math.inf:
             return False
