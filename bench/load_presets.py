@@ -14,7 +14,9 @@ from bench.swarm_setup import Setup, prepare
 
 
 class LoadScale(NamedTuple):
-    """The sizes of every part for one kind of machine; `seconds` are about what each takes."""
+    """The sizes of every part for one kind of machine; `seconds` are about what each takes. The
+    brokers of gaps have `ram`; `speaks` is a model for grammars, instead of the one of all parts.
+    """
 
     model: str
     dtype: str
@@ -23,6 +25,7 @@ class LoadScale(NamedTuple):
     gap: GapSizes
     grammar: sampling.Sizes
     ram: str
+    speaks: str = ""
 
 
 def _gaps(setup: Setup, scale: LoadScale) -> Iterator[Finding]:
@@ -31,9 +34,10 @@ def _gaps(setup: Setup, scale: LoadScale) -> Iterator[Finding]:
 
 
 def _asking(setup: Setup, scale: LoadScale) -> Iterator[Finding]:
-    """With a model of its own: masks are as large as its vocabulary."""
-    other = prepare(sampling.MODEL, scale.dtype, ram="1GiB", copies=0)
-    yield Asking(rows=scale.grammar.rows, comparison=sampling.sampling(other, scale.grammar))
+    """Where the model's tokenizer knows bytes only, with another: masks are of its vocabulary."""
+    if scale.speaks:
+        setup = prepare(scale.speaks, scale.dtype, ram="1GiB", copies=0)
+    yield Asking(rows=scale.grammar.rows, comparison=sampling.sampling(setup, scale.grammar))
 
 
 PARTS: dict[str, Callable[[Setup, LoadScale], Iterator[Finding]]] = {
@@ -59,5 +63,6 @@ CPU = LoadScale(
     gap=SWARM_CPU.gap,
     grammar=sampling.Sizes(rows=32, steps=16, repeats=3),
     ram=SWARM_CPU.ram,
+    speaks=sampling.MODEL,
 )
 PRESETS = {"cpu": CPU, "gpu": GPU}

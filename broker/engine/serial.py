@@ -61,6 +61,7 @@ class SerialLane:
 
     donates = False
     max_rows = 1
+    aligned = 0
     preempts = False
     spans = ()
 

@@ -129,8 +129,8 @@ class Driver:
             turns -= 1
 
     def _waits(self) -> bool:
-        """Sleep until a write to the cold tier has ended that somebody waits for, or until a session
-        need not wait any more; False if nobody waits.
+        """Sleep until a write has ended that somebody waits for, or until a session need not wait
+        any more; False if nobody waits.
         """
         if self.engine.cache.is_writing and self.engine.scheduler.queued:
             time.sleep(0.001)
