@@ -14,10 +14,10 @@ import sys
 import time
 from collections.abc import Sequence
 
-from bench.load_findings import LoadRecord, append, lines, markdown, read
+from bench.load_findings import LoadRecord, lines, markdown
 from bench.load_presets import PARTS, PRESETS
 from bench.runner import machine, run
-from bench.swarm_records import today
+from bench.swarm_records import append, read_as, today
 from bench.swarm_setup import prepare
 from mlx_swarm.broker.backend import describe
 from mlx_swarm.broker.errors import InvalidSetting
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments[:1] == [TABLE]:
         if not arguments[1:]:
             raise InvalidSetting("table needs the files that `--json` wrote")
-        sys.stdout.write(markdown(read(arguments[1:])))
+        sys.stdout.write(markdown(read_as(LoadRecord, arguments[1:])))
         return
     options = _options(arguments)
     name = options.preset or ("cpu" if describe().device == "cpu" else "gpu")

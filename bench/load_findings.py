@@ -1,15 +1,12 @@
 """What the parts of `bench.load` find, as records in files and as lines and tables to be read."""
 
-import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
-import msgspec
 from msgspec import Struct
 
-from bench.runner import Comparison, Machine
+from bench.runner import Comparison
 from bench.swarm_findings import GAP_BAR, Gap, Spread
-from bench.swarm_records import ResultsUnreadable
+from bench.swarm_records import Conditions
 from bench.swarm_table import table
 
 Cells = list[str]
@@ -123,33 +120,10 @@ Finding = Sessions | Gaps | Asking
 KINDS = (Sessions, Gaps, Asking)
 
 
-class LoadRecord(Struct, frozen=True, kw_only=True):
-    """A finding and its conditions. `attention` is what served the model's layers, and why."""
+class LoadRecord(Conditions, frozen=True, kw_only=True):
+    """A finding and its conditions."""
 
-    date: str
-    machine: Machine
-    model: str
-    dtype: str
-    attention: str
     found: Finding
-
-
-def append(path: str | os.PathLike[str], record: LoadRecord) -> None:
-    """Add a record to a file."""
-    with open(path, "ab") as file:
-        file.write(msgspec.json.encode(record) + b"\n")
-
-
-def read(paths: Iterable[str | os.PathLike[str]]) -> list[LoadRecord]:
-    """All records of some files. Raises `ResultsUnreadable`, or `OSError`."""
-    records = []
-    for path in paths:
-        for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
-            try:
-                records.append(msgspec.json.decode(line, type=LoadRecord))
-            except msgspec.DecodeError as error:
-                raise ResultsUnreadable(f"{path}, line {number}: {error}") from error
-    return records
 
 
 def lines(found: Finding) -> Iterable[str]:

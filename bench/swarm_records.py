@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -20,14 +21,19 @@ class ResultsUnreadable(SwarmError):
     """A file of records is broken or of another benchmark; the message names file and line."""
 
 
-class Record(Struct, frozen=True, kw_only=True):
-    """A finding and its conditions. `attention` is what served the model's layers, and why."""
+class Conditions(Struct, frozen=True, kw_only=True):
+    """Of a finding. `attention` is what served the model's layers, and why."""
 
     date: str
     machine: Machine
     model: str
     dtype: str
     attention: str
+
+
+class Record(Conditions, frozen=True, kw_only=True):
+    """A finding and its conditions."""
+
     found: Found
 
     def bars(self) -> Iterable[Bar]:
@@ -37,12 +43,15 @@ class Record(Struct, frozen=True, kw_only=True):
         return self.found.bars()
 
 
+Kept = TypeVar("Kept", bound=Conditions)
+
+
 def today() -> str:
     """The date for a record."""
     return time.strftime("%Y-%m-%d")
 
 
-def append(path: str | os.PathLike[str], record: Record) -> None:
+def append(path: str | os.PathLike[str], record: Conditions) -> None:
     """Add a record to a file."""
     with open(path, "ab") as file:
         file.write(msgspec.json.encode(record) + b"\n")
@@ -50,11 +59,16 @@ def append(path: str | os.PathLike[str], record: Record) -> None:
 
 def read(paths: Iterable[str | os.PathLike[str]]) -> list[Record]:
     """All records of some files. Raises `ResultsUnreadable`, or `OSError`."""
+    return read_as(Record, paths)
+
+
+def read_as(kind: type[Kept], paths: Iterable[str | os.PathLike[str]]) -> list[Kept]:
+    """All records of some files that hold another kind. Raises as `read` does."""
     records = []
     for path in paths:
         for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
             try:
-                records.append(msgspec.json.decode(line, type=Record))
+                records.append(msgspec.json.decode(line, type=kind))
             except msgspec.DecodeError as error:
                 raise ResultsUnreadable(f"{path}, line {number}: {error}") from error
     return records

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from bench import load
-from bench.load_findings import Sessions, read
+from bench.load_findings import LoadRecord, Sessions
 from bench.load_presets import PARTS, PRESETS, LoadScale
 from bench.load_sessions import EVERYBODY, POLICIES, SessionSizes
 from bench.sampling import Sizes
+from bench.swarm_records import read_as
 from mlx_swarm.broker.errors import SwarmError
 from tests.bench.tiny_swarm import TINY
 
@@ -29,7 +30,7 @@ def test_sessions_by_working_set_compute_less_than_everybody_at_once(
     monkeypatch.setitem(PRESETS, "tiny", SCALE)
     path = tmp_path / "load.jsonl"
     load.main(["sessions", "--preset", "tiny", "--json", str(path)])
-    (record,) = read([path])
+    (record,) = read_as(LoadRecord, [path])
     found = record.found
     assert isinstance(found, Sessions)
     # Random tokens of few may be the same at a place where prompts part.
