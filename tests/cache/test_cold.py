@@ -6,7 +6,9 @@ import threading
 import pytest
 
 from mlx_swarm.broker.cache.cold import ColdWrite
+from mlx_swarm.broker.cache.eviction import LRU
 from mlx_swarm.broker.cache.kinds import materialise
+from mlx_swarm.broker.cache.node import Node
 from mlx_swarm.broker.cache.prompt_cache import PromptCache
 from mlx_swarm.broker.errors import ColdStoreBusy
 from tests.cache.fake_cold import FakeColdStore
@@ -332,3 +334,35 @@ def test_a_busy_store_is_not_asked_again_before_a_write_has_ended() -> None:
         cache.write_behind()
     cache.check_integrity()
     assert len(store.entries) == 3
+
+
+class CountingLRU(LRU):
+    """Counts the leaves that are looked at."""
+
+    looked_at = 0
+
+    def leaving(self, node: Node) -> None:
+        self.looked_at += 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_leaves_that_wait_for_the_store_are_not_gone_through_at_every_put(fails: bool) -> None:
+    store, policy, clock = FakeColdStore(is_slow=True), CountingLRU(), Clock()
+    cache = PromptCache(200 * 20 * TOKEN_BYTES, cold=store, policy=policy, clock=clock)
+    for number in range(500):
+        clock.now += 1
+        put(cache, [number + 7, *range(1, 20)])
+    # Each is looked at once, but for those few that come and go while the store is full.
+    assert policy.looked_at < 4 * 500
+    cache.check_integrity()
+    store.is_full = fails
+    for number in range(500, 520):
+        store.finish()
+        clock.now += 1
+        put(cache, [number + 7, *range(1, 20)])
+        cache.check_integrity()
+    # What was passed over can leave all the same, written or, without a store, lost.
+    total = cache.statistics().total
+    assert cache.total_bytes <= cache.max_bytes + cache.max_bytes // 4
+    assert total.demotions > 20 or (fails and total.evictions > 20)
+    assert taken(cache, [519 + 7, *range(1, 20), 7]) == 20
