@@ -109,7 +109,7 @@ def test_everybody_is_served_within_memory_and_nothing_is_left(
         seen += 1
         # No piece of work is done for nothing, so there is an end to it.
         assert seen < most
-        assert engine.promised <= engine.ledger.limit
+        assert engine.ledger.total <= engine.ledger.limit
         if seen % 7 == 0:
             engine.check_integrity()
 
