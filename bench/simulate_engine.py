@@ -60,14 +60,17 @@ class Sizes(NamedTuple):
 
 
 class Tally(Recorder):
-    """Counts events by their names and keeps none."""
+    """Counts events by their names and keeps none; `heard` is told of each."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(capacity=1, clock=clock)
         self.counts: Counter[str] = Counter()
+        self.heard: Callable[[Event], None] | None = None
 
     def emit(self, event: Event) -> None:
         self.counts[type(event).__name__] += 1
+        if self.heard is not None:
+            self.heard(event)
 
 
 class SimulatedEngine:

@@ -11,7 +11,7 @@ import numpy as np
 
 from bench.simulate_costs import Costs
 from bench.simulate_kv import CountedRow
-from bench.simulate_rows import Reading, SimulatedRow
+from bench.simulate_rows import Reading, SimulatedRow, exchange
 from bench.simulate_timeline import Timeline
 from mlx_swarm.broker.cache.lease import PromptLease
 from mlx_swarm.broker.cache.prefix_hash import Tokens
@@ -119,7 +119,7 @@ class SimulatedLane:
         if row in self._alone:
             self._alone.discard(row)
             leased = row.lease.length if row.lease is not None else 0
-            self._exchange(row, row.position, lambda lease: lease.length > leased)
+            exchange(self._cache, row, row.position, lambda lease: lease.length > leased)
         row.reach = row.lease.length if row.lease is not None else 0
         self._make_private(row)
         self._seated[row] = None
@@ -169,7 +169,7 @@ class SimulatedLane:
             runs, outputs = row in self._running, self.outputs(row)
             if runs:
                 self._reading.leave(row, outputs)
-            if self._exchange(row, shared, is_longer):
+            if exchange(self._cache, row, shared, is_longer):
                 assert row.lease is not None
                 row.reach = row.lease.length
             if runs:
@@ -284,24 +284,7 @@ class SimulatedLane:
         def keeps_all(lease: PromptLease) -> bool:
             return lease.length == row.reach and read <= {each.extent for each in lease.ranges}
 
-        self._exchange(row, row.reach, keeps_all)
-
-    def _exchange(
-        self, row: SimulatedRow, length: int, accept: Callable[[PromptLease], bool]
-    ) -> bool:
-        """Lease the first `length` tokens of a prompt instead of what is leased, if `accept` says
-        so.
-        """
-        lease = self._cache.renew(row.sequence[: length + 1], row.namespace)
-        if lease is None:
-            return False
-        accepted = accept(lease)
-        unused = row.lease if accepted else lease
-        if accepted:
-            row.lease = lease
-        if unused is not None:
-            unused.release()
-        return accepted
+        exchange(self._cache, row, row.reach, keeps_all)
 
 
 def _keys(start: int, stop: int) -> int:

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+from mlx_swarm.broker.cache.lease import PromptLease
 from mlx_swarm.broker.cache.prefix_hash import Tokens
+from mlx_swarm.broker.cache.prompt_cache import PromptCache
 from mlx_swarm.broker.engine.row import Row
 from mlx_swarm.broker.errors import SwarmError
 from mlx_swarm.broker.request import Completed, Request, RequestId, StreamEvent
@@ -120,3 +122,19 @@ class Reading:
                 self._readers[extent] = readers - 1, counted
             else:
                 self.once -= counted
+
+
+def exchange(
+    cache: PromptCache, row: Row, length: int, accept: Callable[[PromptLease], bool]
+) -> bool:
+    """Lease the first `length` tokens of a row instead of what is leased, if `accept` says so."""
+    lease = cache.renew(row.sequence[: length + 1], row.namespace)
+    if lease is None:
+        return False
+    accepted = accept(lease)
+    unused = row.lease if accepted else lease
+    if accepted:
+        row.lease = lease
+    if unused is not None:
+        unused.release()
+    return accepted
