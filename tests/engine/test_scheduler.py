@@ -371,3 +371,22 @@ def test_a_long_queue_is_not_gone_through_at_every_change() -> None:
             for row in requests[requests.index(request) - 3 : requests.index(request) + 1]:
                 scheduler.ended(row)
     assert looked_up <= 20 * len(requests)
+
+
+class AskedEngine(FakeEngine):
+    """Counts how often memory is asked for a prompt."""
+
+    asked_for = 0
+
+    def known(self, tokens: Tokens, namespace: str, alternatives: int | None = None) -> int:
+        self.asked_for += 1
+        return super().known(tokens, namespace, alternatives)
+
+
+def test_memory_is_not_asked_about_prompts_that_nobody_computes_a_part_of() -> None:
+    engine = AskedEngine(max_rows=4)
+    for number in range(60):
+        engine.submit(f"r{number}", [1000 + number] * 20)
+    engine.drain()
+    # Once for each, when it is admitted.
+    assert engine.asked_for == 60
