@@ -18,19 +18,21 @@ from bench.swarm_clients import LoadedBroker
 from bench.swarm_findings import Bar
 from bench.swarm_setup import Setup
 from mlx_swarm.broker.broker import Broker
-from mlx_swarm.broker.request import Completed
+from mlx_swarm.broker.request import Completed, Usage
 
 ERROR_BAR = 0.1
 
 
 class Totals(Struct, frozen=True, kw_only=True):
-    """Prompt tokens by where they came from, and the median and the 99th percentile of the seconds
-    to a first token.
+    """Prompt tokens by where they came from, tokens computed once more after a preemption, sessions
+    that lost their place, and the median and the 99th percentile of the seconds to a first token.
     """
 
     ram: int
     cold: int
     prefilled: int
+    recomputed: int
+    displaced: int
     ttft_p50: float
     ttft_p99: float
     seconds: float
@@ -63,25 +65,32 @@ def check(
 ) -> Checked:
     """Play sessions to a broker over the model, and to the simulator."""
     outcome, began = play(sessions, costs, sizes), time.perf_counter()
-    answered = play_real(setup, sizes, sessions)
+    answered, displaced = play_real(setup, sizes, sessions)
     seconds = time.perf_counter() - began
-    usages = [each.usage for each in answered]
     waits = [turn.first - turn.asked for turn in outcome.turns if turn.first is not None]
     return Checked(
         workload=name,
         real=_totals(
-            [(each.ram_tokens, each.cold_tokens, each.prefilled_tokens) for each in usages],
+            sum((each.usage for each in answered), start=Usage()),
+            displaced,
             [each.ttft_seconds for each in answered],
             seconds,
         ),
         simulated=_totals(
-            [(turn.ram, turn.cold, turn.computed) for turn in outcome.turns], waits, outcome.seconds
+            outcome.engine.usage,
+            outcome.engine.sessions.statistics().replaced,
+            waits,
+            outcome.seconds,
         ),
     )
 
 
-def play_real(setup: Setup, sizes: Sizes, sessions: Sequence[Session]) -> list[Completed]:
-    """Every turn of all sessions, each in its time, on a broker with these settings."""
+def play_real(
+    setup: Setup, sizes: Sizes, sessions: Sequence[Session]
+) -> tuple[list[Completed], int]:
+    """Every turn of all sessions, each in its time, on a broker with these settings; and how many
+    sessions were displaced.
+    """
     with TemporaryDirectory() as folder:
         broker = LoadedBroker(
             setup.loaded.name,
@@ -98,7 +107,7 @@ def play_real(setup: Setup, sizes: Sizes, sessions: Sequence[Session]) -> list[C
             return portal.call(_play, broker, sessions)
 
 
-async def _play(broker: Broker, sessions: Sequence[Session]) -> list[Completed]:
+async def _play(broker: Broker, sessions: Sequence[Session]) -> tuple[list[Completed], int]:
     answered: list[Completed] = []
     began = time.perf_counter()
 
@@ -117,10 +126,18 @@ async def _play(broker: Broker, sessions: Sequence[Session]) -> list[Completed]:
     async with anyio.create_task_group() as tasks:
         for session in sessions:
             tasks.start_soon(agent, session)
-    return answered
+    return answered, (await broker.statistics()).engine.sessions.replaced
 
 
-def _totals(tokens: Sequence[tuple[int, int, int]], waits: Sequence[float], took: float) -> Totals:
-    ram, cold, prefilled = (sum(column) for column in zip(*tokens, strict=True))
+def _totals(usage: Usage, displaced: int, waits: Sequence[float], took: float) -> Totals:
     p50, p99 = (float(each) for each in np.percentile(waits, (50, 99)))
-    return Totals(ram=ram, cold=cold, prefilled=prefilled, ttft_p50=p50, ttft_p99=p99, seconds=took)
+    return Totals(
+        ram=usage.ram_tokens,
+        cold=usage.cold_tokens,
+        prefilled=usage.prefilled_tokens,
+        recomputed=usage.recomputed_tokens,
+        displaced=displaced,
+        ttft_p50=p50,
+        ttft_p99=p99,
+        seconds=took,
+    )

@@ -1,21 +1,17 @@
 """A cold tier without a disk: what it holds is an index, and reading and writing take time."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from bench.block_replay import Block
 from bench.simulate_kv import CountedRow
 from bench.simulate_timeline import Timeline
 from mlx_swarm.broker.cache.cold import ColdMatch, ColdWrite, Flushed, Restored
 from mlx_swarm.broker.cache.eviction import LRU, EvictionQueue
-from mlx_swarm.broker.cache.ledger import Ledger, Purpose
 from mlx_swarm.broker.cache.node import Node
 from mlx_swarm.broker.cache.prefix_hash import Tokens
-from mlx_swarm.broker.cache.restores import Restoration
 from mlx_swarm.broker.cache.statistics import ColdStatistics
 from mlx_swarm.broker.cache.tree import PrefixTree
-from mlx_swarm.broker.engine.restoring import Restoring
-from mlx_swarm.broker.engine.row import Row
 from mlx_swarm.broker.errors import CacheError, ColdStoreBusy, ColdStoreRefused
 
 
@@ -31,7 +27,6 @@ class SimulatedStore:
         max_tokens: int,
         *,
         timeline: Timeline,
-        ledger: Ledger,
         seconds_for: Callable[[int], float],
         queue_tokens: int,
     ) -> None:
@@ -41,7 +36,6 @@ class SimulatedStore:
         self.writes = self.restores = self.evicted = 0
         self.written_tokens = self.restored_tokens = 0
         self._timeline = timeline
-        self._ledger = ledger
         self._seconds_for = seconds_for
         self._queue_tokens = queue_tokens
         self._order = EvictionQueue(LRU(), timeline)
@@ -70,7 +64,6 @@ class SimulatedStore:
         tree.lease(node)
         tree.touch(node)
         self._reading[match.name] = node
-        self._ledger.charge(Purpose.RESTORES, match.bytes)
 
     def restore(self, match: ColdMatch) -> Restored:
         """What was read since `begin`."""
@@ -78,7 +71,6 @@ class SimulatedStore:
         if node is None:
             raise CacheError(f"the reading of {match.name} was not begun")
         node.tree.release(node)
-        self._ledger.release(Purpose.RESTORES, match.bytes)
         self.restores += 1
         self.restored_tokens += match.bytes
         return Restored(CountedRow(match.length, match.start))
@@ -173,27 +165,3 @@ class SimulatedStore:
             tree = PrefixTree(namespace, clock=self._timeline, observer=self._order)
             self._trees[namespace] = tree
         return self._trees[namespace]
-
-
-class TimedRestoring(Restoring):
-    """One reading at a time, which `begin` starts and `end` ends."""
-
-    def __init__(
-        self,
-        on_done: Callable[[Restoration, Row, Sequence[Row]], None],
-        on_begun: Callable[[Restoration, Row], None],
-    ) -> None:
-        super().__init__(on_done, None)
-        self._on_begun = on_begun
-
-    def begin(self, restoration: Restoration, row: Row) -> None:
-        """Start a reading for a row."""
-        assert self._current is None
-        self._current = restoration, row
-        self._on_begun(restoration, row)
-
-    def end(self) -> None:
-        """The reading under way has ended."""
-        assert self._current is not None
-        self._current[0].run()
-        self._done()

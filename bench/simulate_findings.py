@@ -41,6 +41,9 @@ class Fairness(Struct, frozen=True, kw_only=True):
 class Simulated(Struct, frozen=True, kw_only=True, tag=True):
     """One run. Sizes are in bytes, times in seconds; `seconds` were simulated. A prompt token is
     one of `ram`, `cold` and `prefilled` tokens; those of failed turns count as far as they came.
+    `preemptions` took rows, after which `recomputed_tokens` were computed once more; `deferred`
+    turns had to wait until there was room for their sessions, `displaced` sessions lost their
+    place.
     """
 
     workload: str
@@ -52,6 +55,10 @@ class Simulated(Struct, frozen=True, kw_only=True, tag=True):
     cold_tokens: int
     prefilled_tokens: int
     output_tokens: int
+    recomputed_tokens: int
+    preemptions: int
+    deferred: int
+    displaced: int
     first_tokens: Times | None
     gaps: Times | None
     latency: Times | None
@@ -99,6 +106,10 @@ def simulated(workload: str, outcome: Outcome, costs: Costs) -> Simulated:
         cold_tokens=sum(turn.cold for turn in turns),
         prefilled_tokens=sum(turn.computed for turn in turns),
         output_tokens=sum(turn.output for turn in turns),
+        recomputed_tokens=engine.usage.recomputed_tokens,
+        preemptions=engine.scheduler.statistics().preempted,
+        deferred=engine.recorder.counts["Deferred"],
+        displaced=engine.sessions.statistics().replaced,
         first_tokens=times(first),
         gaps=times([gap for gap, _ in outcome.gaps], [rows for _, rows in outcome.gaps]),
         latency=times(latency),
@@ -106,7 +117,15 @@ def simulated(workload: str, outcome: Outcome, costs: Costs) -> Simulated:
         engine_turns=dict(sorted(engine.turns.items())),
         counts={
             name: getattr(total, name)
-            for name in ("hits", "misses", "evictions", "demotions", "restores", "spills")
+            for name in (
+                "hits",
+                "misses",
+                "evictions",
+                "demotions",
+                "restores",
+                "restores_refused",
+                "spills",
+            )
         },
         peak_ram=unit * max((each.ram for each in outcome.samples), default=0),
         peak_cold=unit * (engine.store.peak_tokens if engine.store is not None else 0),
@@ -169,6 +188,8 @@ def _simulated(found: Simulated) -> Iterator[tuple[str, str]]:
         tokens = getattr(found, f"{name}_tokens")
         yield f"prompt tokens, {name}", f"{tokens:,} ({tokens / total:.1%})"
     yield "answered tokens", f"{found.output_tokens:,}"
+    yield "preemptions, recomputed tokens", f"{found.preemptions:,}, {found.recomputed_tokens:,}"
+    yield "turns deferred, sessions displaced", f"{found.deferred:,}, {found.displaced:,}"
     for name, seconds in (
         ("first token", found.first_tokens),
         ("between tokens", found.gaps),
@@ -192,9 +213,10 @@ def _simulated(found: Simulated) -> Iterator[tuple[str, str]]:
 
 def _checked(found: Checked) -> Iterator[tuple[str, str]]:
     real, ours = found.real, found.simulated
-    for name in ("prompt", "ram", "cold", "prefilled"):
+    for name in ("prompt", "ram", "cold", "prefilled", "recomputed"):
         a, b = getattr(real, name), getattr(ours, name)
         yield f"tokens, {name}", f"real {a:,}, simulated {b:,}{_off(a, b)}"
+    yield "sessions displaced", f"real {real.displaced:,}, simulated {ours.displaced:,}"
     for name in ("ttft_p50", "ttft_p99", "seconds"):
         a, b = getattr(real, name), getattr(ours, name)
         yield name, f"real {a:.3g} s, simulated {b:.3g} s (x {b / a:.2f})"

@@ -4,82 +4,109 @@ It does for the prompt cache and the ledger what `BatchLane` does with a model w
 anywhere: the same leases, exchanged at the same moments, and the same puts.
 """
 
-import heapq
 from collections.abc import Callable, Sequence
-from itertools import count, pairwise
-from typing import NamedTuple
+from itertools import pairwise
 
 import numpy as np
 
 from bench.simulate_costs import Costs
 from bench.simulate_kv import CountedRow
-from bench.simulate_rows import Reading, SimulatedRow
+from bench.simulate_rows import Reading, SimulatedRow, exchange
+from bench.simulate_timeline import Timeline
 from mlx_swarm.broker.cache.lease import PromptLease
 from mlx_swarm.broker.cache.prefix_hash import Tokens
 from mlx_swarm.broker.cache.prompt_cache import PromptCache
 from mlx_swarm.broker.cache.restores import Restoration
 from mlx_swarm.broker.engine.ahead import TILE_ALONE
 from mlx_swarm.broker.engine.decode_batch import PrefillLimits
-from mlx_swarm.broker.engine.row import Row
+from mlx_swarm.broker.engine.pace import Pace
+from mlx_swarm.broker.engine.row import RowToken
 from mlx_swarm.broker.engine.sharing import is_worth_a_span
 from mlx_swarm.broker.errors import CacheError
 
-
-class Step(NamedTuple):
-    """What a decode step did: who got a first token, who the last one, how many another one."""
-
-    seconds: float
-    begun: list[SimulatedRow]
-    ended: list[SimulatedRow]
-    going: int
+Gap = Callable[[float, int], None]
+"""Hears of the seconds since the last tokens of so many rows that got another one."""
 
 
 class SimulatedLane:
-    """Rows from their lease to their last token. What computes returns the seconds it takes."""
+    """A `Lane`: rows from their lease to their last token. What computes lets time pass."""
 
-    def __init__(self, cache: PromptCache, costs: Costs) -> None:
+    name = "simulated"
+    spans = ()
+    exact_stops = False
+    donates = True
+    preempts = True
+
+    def __init__(
+        self,
+        cache: PromptCache,
+        costs: Costs,
+        max_rows: int,
+        pace: Pace,
+        timeline: Timeline,
+        on_gap: Gap,
+    ) -> None:
+        self.max_rows = max_rows
+        self.pace = pace
         self._cache = cache
         self._costs = costs
+        self._timeline = timeline
+        self._on_gap = on_gap
+        self._last_tokens = 0.0
         self._limits = PrefillLimits(costs.rest, costs.rest_keys)
-        self._alone: set[Row] = set()
+        self._namespaces: set[str] = set()
+        self._alone: set[SimulatedRow] = set()
         self._seated: dict[SimulatedRow, None] = {}
         self._joining: list[SimulatedRow] = []
-        self._begun: list[SimulatedRow] = []
         self._running: dict[SimulatedRow, None] = {}
-        self._ends: list[tuple[int, int, SimulatedRow]] = []
-        self._numbers = count()
         self._steps = 0
         self._reading = Reading()
         self._copied = 0
 
+    def chunk(self, decoding: bool) -> int:
+        """Prompt tokens to compute at once; with `decoding`, between two steps."""
+        return self.pace.chunk(decoding=decoding)
+
     @property
-    def decoding(self) -> int:
-        """How many rows decode."""
-        return len(self._running) + len(self._joining)
+    def running(self) -> list[SimulatedRow]:
+        """The rows that decode."""
+        return [*self._running, *self._joining]
 
     @property
     def rows(self) -> list[SimulatedRow]:
         """The rows that were taken into the batch."""
         return list(self._seated)
 
+    def kv_bytes(self, tokens: int, shared: int) -> int:
+        """A byte stands for a token."""
+        return tokens
+
+    def draft_bytes(self, row: SimulatedRow) -> int:
+        """Nobody drafts."""
+        return 0
+
+    def put_points(self, start: int, end: int) -> tuple[int, ...]:
+        """None beside those of the cache."""
+        return ()
+
     def open(self, row: SimulatedRow, restoration: Restoration | None = None) -> None:
         """Give a row what the cache has for it."""
-        row.lease = self._cache.lease(row.prompt, row.namespace, restoration)
-        if row.lease is not None:
-            row.position = row.stored = row.reach = row.lease.length
-            row.ram_tokens, row.cold_tokens = row.lease.ram_tokens, row.lease.cold_tokens
+        self._namespaces.add(row.namespace)
+        lease = self._cache.lease(row.sequence, row.namespace, restoration)
+        row.take(lease)
+        row.reach = row.position
         if not self.can_seat(row):
             self._alone.add(row)
 
     def outputs(self, row: SimulatedRow) -> int:
         """How many tokens of its answer a row has."""
-        return self._steps - row.first_step if row in self._running else 0
+        return row.given + (self._steps - row.first_step if row in self._running else 0)
 
     def can_seat(self, row: SimulatedRow) -> bool:
         """Whether the rest of its prompt is short, and what was computed alone is stored."""
         if row in self._seated:
             return False
-        rest = len(row.prompt) - 1 - row.position
+        rest = len(row.sequence) - 1 - row.position
         short = self._limits.take(rest, rest * row.position)
         return short and (row not in self._alone or row.stored == row.position)
 
@@ -92,7 +119,7 @@ class SimulatedLane:
         if row in self._alone:
             self._alone.discard(row)
             leased = row.lease.length if row.lease is not None else 0
-            self._exchange(row, row.position, lambda lease: lease.length > leased)
+            exchange(self._cache, row, row.position, lambda lease: lease.length > leased)
         row.reach = row.lease.length if row.lease is not None else 0
         self._make_private(row)
         self._seated[row] = None
@@ -106,24 +133,25 @@ class SimulatedLane:
     def computed(self, row: SimulatedRow) -> Tokens:
         """The tokens of a row that could be stored now."""
         if row in self._running:
-            return np.concatenate([row.prompt, row.answer[: self.outputs(row)]])
-        return row.prompt[: row.position]
+            answer = np.array(row.answer[: self.outputs(row)], row.prompt.dtype)
+            return np.concatenate([row.prompt, answer])
+        return row.sequence[: row.position]
 
-    def prefill(self, row: SimulatedRow, stop: int) -> float:
+    def prefill(self, row: SimulatedRow, stop: int) -> None:
         """Compute a prompt outside the batch up to `stop`, in calls that end at whole tiles."""
         cuts = range((row.position // TILE_ALONE + 1) * TILE_ALONE, stop, TILE_ALONE)
         pieces = pairwise([row.position, *cuts, stop])
         seconds = sum(self._costs.alone.seconds(b - a, _keys(a, b)) for a, b in pieces)
-        self._advance(row, stop)
-        return seconds
+        self._spend(stop - row.position, seconds)
+        row.advance(stop)
 
-    def prefill_together(self, parts: Sequence[tuple[SimulatedRow, int]]) -> float:
+    def prefill_together(self, parts: Sequence[tuple[SimulatedRow, int]]) -> None:
         """Compute the prompts of rows in the batch, each up to a position."""
         tokens = sum(stop - row.position for row, stop in parts)
         keys = sum(_keys(row.position, stop) for row, stop in parts)
+        self._spend(tokens, self._costs.together.seconds(tokens, keys))
         for row, stop in parts:
-            self._advance(row, stop)
-        return self._costs.together.seconds(tokens, keys)
+            row.advance(stop)
 
     def store(self, row: SimulatedRow, shared: int) -> bool:
         """Put what a row has computed; in the batch it reads the first `shared` tokens of that
@@ -141,7 +169,7 @@ class SimulatedLane:
             runs, outputs = row in self._running, self.outputs(row)
             if runs:
                 self._reading.leave(row, outputs)
-            if self._exchange(row, shared, is_longer):
+            if exchange(self._cache, row, shared, is_longer):
                 assert row.lease is not None
                 row.reach = row.lease.length
             if runs:
@@ -154,34 +182,37 @@ class SimulatedLane:
             self.seat(row)
         self._joining.append(row)
 
-    def step(self) -> Step:
+    def step(self) -> list[RowToken]:
         """One token for each row; those that joined while others run are one step behind."""
         if not self._running:
             self._start()
-        begun, self._begun = self._begun, []
-        rows = len(self._running)
-        seconds = self._costs.step.seconds(rows, *self._reading.totals)
+        rows = list(self._running)
+        seconds = self._costs.step.seconds(len(rows), *self._reading.totals)
+        self._timeline.spend(seconds)
+        self.pace.note_step(seconds)
         self._steps += 1
-        self._reading.own += rows
-        for row in begun:
-            row.computed += 1
-        ended = []
-        while self._ends and self._ends[0][0] <= self._steps:
-            row = heapq.heappop(self._ends)[2]
-            if row in self._running:
-                ended.append(row)
+        self._reading.own += len(rows)
+        received, going = [], 0
+        for row in rows:
+            at = self.outputs(row)
+            row.computed += at == 1
+            going += at > row.given + 1
+            reason = "length" if at == len(row.answer) else None
+            received.append(RowToken(row, row.answer[at - 1], reason))
+        self._on_gap(self._timeline.now - self._last_tokens, going)
+        self._last_tokens = self._timeline.now
         self._start()
-        return Step(seconds, begun, ended, rows - len(begun))
+        return received
 
-    def keep(self, row: SimulatedRow) -> None:
-        """End a row wherever it is and put what it computed."""
-        if row in self._seated or row in self._alone:
-            self._put(row)
+    def keep(self, row: SimulatedRow) -> int:
+        """End a row wherever it is and put what it computed; how many tokens were kept."""
+        is_here = row in self._seated or row in self._alone
+        kept = len(self.computed(row)) if is_here and self._put(row) else 0
         self.discard(row)
+        return kept
 
     def discard(self, row: SimulatedRow) -> None:
         """End a row wherever it is."""
-        row.output = row.answer[: self.outputs(row)].tolist()
         self._alone.discard(row)
         self._seated.pop(row, None)
         if row in self._joining:
@@ -189,7 +220,6 @@ class SimulatedLane:
         if row in self._running:
             self._reading.leave(row, self.outputs(row))
             del self._running[row]
-            self._begun = [each for each in self._begun if each is not row]
         if row.lease is not None:
             row.lease.release()
             row.lease = None
@@ -205,7 +235,8 @@ class SimulatedLane:
         assert not self._alone & self._seated.keys()
         for row in self._seated:
             assert row.reach <= (row.lease.length if row.lease is not None else 0)
-            assert row.reach <= row.position < len(row.prompt)
+            assert row.reach <= row.position < len(row.sequence)
+            assert self.outputs(row) == len(row.output)
         own = sum(len(row.prompt) + self.outputs(row) - row.reach for row in self._running)
         read = sum(row.reach for row in self._running)
         assert (self._reading.own, self._reading.read) == (own, read)
@@ -216,15 +247,13 @@ class SimulatedLane:
         for row in self._joining:
             row.first_step = self._steps
             self._running[row] = None
-            self._begun.append(row)
-            self._reading.join(row, 0)
-            end = self._steps + len(row.answer)
-            heapq.heappush(self._ends, (end, next(self._numbers), row))
+            self._reading.join(row, row.given)
         self._joining.clear()
 
-    def _advance(self, row: SimulatedRow, stop: int) -> None:
-        row.computed += stop - row.position
-        row.position = stop
+    def _spend(self, tokens: int, seconds: float) -> None:
+        self._timeline.spend(seconds)
+        self.pace.note_prefill(tokens, seconds)
+        self._cache.note_prefill(tokens, seconds, self._namespaces)
 
     def _put(self, row: SimulatedRow) -> bool:
         tokens = self.computed(row)
@@ -255,24 +284,7 @@ class SimulatedLane:
         def keeps_all(lease: PromptLease) -> bool:
             return lease.length == row.reach and read <= {each.extent for each in lease.ranges}
 
-        self._exchange(row, row.reach, keeps_all)
-
-    def _exchange(
-        self, row: SimulatedRow, length: int, accept: Callable[[PromptLease], bool]
-    ) -> bool:
-        """Lease the first `length` tokens of a prompt instead of what is leased, if `accept` says
-        so.
-        """
-        lease = self._cache.renew(row.prompt[: length + 1], row.namespace)
-        if lease is None:
-            return False
-        accepted = accept(lease)
-        unused = row.lease if accepted else lease
-        if accepted:
-            row.lease = lease
-        if unused is not None:
-            unused.release()
-        return accepted
+        exchange(self._cache, row, row.reach, keeps_all)
 
 
 def _keys(start: int, stop: int) -> int:

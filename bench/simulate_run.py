@@ -22,7 +22,8 @@ class Served(NamedTuple):
     """One turn: when it was asked, got its first token and ended, and what it cost.
 
     `reached` are the prompt tokens that it got to, each of them from RAM, the cold tier, or
-    computed. `error` is the kind of what went wrong.
+    computed; `recomputed` tokens had to be computed once more. `error` is the kind of what went
+    wrong.
     """
 
     session: int
@@ -37,6 +38,7 @@ class Served(NamedTuple):
     cold: int
     computed: int
     output: int
+    recomputed: int = 0
     error: str = ""
 
 
@@ -92,8 +94,7 @@ class _Play:
                 after_turn(engine)
                 self._samples.look(timeline.now, engine, len(self._outside))
                 continue
-            deadline = engine.scheduler.next_deadline()
-            if not timeline.skip(float("inf") if deadline is None else deadline):
+            if not timeline.skip(engine.next_change()):
                 break
         return Outcome(
             self._sessions,
@@ -180,6 +181,7 @@ class _Client:
             cold=row.cold_tokens,
             computed=row.computed,
             output=len(row.output),
+            recomputed=usage.recomputed_tokens,
             error="" if error is None else type(error).__name__,
         )
 

@@ -91,6 +91,7 @@ class EvictionQueue:
         self.policy = policy if policy is not None else HitDensity()
         self._clock = clock
         self._queued: dict[int, Node] = {}
+        self._aside: dict[Node, None] = {}
         self._groups: defaultdict[int, list[_Place]] = defaultdict(list)
         self._hinted: list[_Place] = []
         self._timers: list[_Place] = []
@@ -104,6 +105,7 @@ class EvictionQueue:
     def changed(self, node: Node) -> None:
         """Take a node's new place: in the order if it is an unleased leaf in RAM, else nowhere."""
         self._queued.pop(node.ticket, None)
+        self._aside.pop(node, None)
         node.ticket = 0
         if not node.is_held_leaf:
             return
@@ -135,15 +137,34 @@ class EvictionQueue:
                 self._evictions += node.span is None or node.parent is None
         finally:
             for node in offered:
-                if not node.ticket:
+                if not node.ticket and node not in self._aside:
                     self.changed(node)
+
+    def set_aside(self, node: Node) -> None:
+        """Offer a node, which was offered just now, no more among the victims before it changes.
+
+        So a long queue is not gone through each time while nothing of it can leave.
+        """
+        if node.is_held_leaf:
+            self._aside[node] = None
+
+    def aside(self) -> Generator[Node, None, None]:
+        """What was set aside, the first ones first, until one of them neither leaves nor changes
+        when it is offered.
+        """
+        while self._aside:
+            node = next(iter(self._aside))
+            yield node
+            if node in self._aside:
+                return
+            self._evictions += node.span is None or node.parent is None
 
     def statistics(self) -> QueueStatistics:
         """Counts; takes time in proportion to the leaves."""
         now = self._clock()
         pinned = sum(node.pinned_until > now for node in self._queued.values())
         return QueueStatistics(
-            evictable=len(self._queued) - pinned,
+            evictable=len(self._queued) + len(self._aside) - pinned,
             hinted=sum(place.ticket in self._queued for place in self._hinted),
             pinned=pinned,
             evictions=self._evictions,
@@ -153,6 +174,9 @@ class EvictionQueue:
         """Assert that what is queued are evictable leaves, each in the heap where it belongs."""
         for ticket, node in self._queued.items():
             assert node.ticket == ticket, node
+            assert node.is_held_leaf, node
+        for node in self._aside:
+            assert not node.ticket, node
             assert node.is_held_leaf, node
         heaps = {**self._groups, -1: self._hinted}
         queued: Counter[int] = Counter()

@@ -6,11 +6,14 @@ from collections.abc import Callable
 
 from .extents import Extent, ExtentRange, compact
 from .kinds import Checkpoint
-from .ledger import Ledger, Purpose
+from .ledger import Ledger, Purpose, Reservation
 from .logprobs import Logprobs
 from .node import Node
 
 Hook = Callable[[], None]
+
+UNLIMITED = 1 << 62
+"""Bytes that a cache without a ledger may take."""
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +31,7 @@ class Holdings:
         """Slack that compaction can give back now: that of extents which no clone reads."""
         self.checkpoints: OrderedDict[Node, int] = OrderedDict()
         """Nodes with a checkpoint and its bytes, least recently used first."""
-        self._ledger = ledger
+        self._ledger = ledger or Ledger(UNLIMITED)
         self._extents: dict[Extent, str] = {}
         self._lowest: dict[Extent, Node] = {}
         self._slack: dict[Extent, int] = {}
@@ -53,7 +56,11 @@ class Holdings:
     @property
     def allowed_bytes(self) -> int:
         """What the ledger would let extents take in addition."""
-        return self._ledger.available(Purpose.EXTENTS) if self._ledger else 1 << 62
+        return self._ledger.available(Purpose.EXTENTS)
+
+    def reserve(self, purpose: Purpose, nbytes: int) -> Reservation:
+        """Promise bytes before they are taken. Raises `OutOfMemory` and changes nothing."""
+        return self._ledger.reserve(purpose, nbytes)
 
     def extents(self, namespace: str | None = None) -> list[Extent]:
         """The living extents of a namespace, or all."""
@@ -251,8 +258,6 @@ class Holdings:
             self.extent_bytes += size
         else:
             self.checkpoint_bytes += size
-        if self._ledger is None or not size:
-            return
         if size > 0:
             self._ledger.charge(purpose, size)
         else:

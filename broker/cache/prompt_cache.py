@@ -3,15 +3,16 @@
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import msgspec
 
 from ..affinity import ThreadGuard
-from ..errors import CacheError, SwarmError
+from ..errors import CacheError, OutOfMemory, SwarmError
 from ..trace.events import Put
-from .cold import ColdStore, Flushed, Spill
+from .cold import ColdMatch, ColdStore, Flushed, Spill
 from .eviction import EvictionPolicy, EvictionQueue
 from .flushing import flush
 from .holdings import Holdings
@@ -156,9 +157,11 @@ class PromptCache:
     def restoration(
         self, tokens: TokenSource, namespace: str = "", alternatives: int | None = None
     ) -> Restoration | None:
-        """The reading that the plan asks for, to be `run` in any thread; None if it asks for none.
+        """The reading that the plan asks for, to be `run` in any thread; None if it asks for none,
+        or if there is no memory for what would be read.
 
-        Prompts that need the same stored sequence share one.
+        Prompts that need the same stored sequence share one. It has its memory until a `lease` is
+        asked for with it.
         """
         self._guard.check()
         if self._restores is None:
@@ -167,7 +170,8 @@ class PromptCache:
         look = self._lookup.look(wanted, space, alternatives=alternatives)
         if look.cold is None:
             return None
-        return self._restores.start(look.cold, space, wanted, look.plan.ram_tokens)
+        under_way = self._restores.under_way(look.cold, space)
+        return under_way or self._begin_reading(look.cold, space, wanted, look.plan.ram_tokens)
 
     def lease(
         self,
@@ -413,6 +417,11 @@ class PromptCache:
         return self._writes is not None and self._writes.pending_bytes > 0
 
     @property
+    def is_reading(self) -> bool:
+        """Whether something is on its way from the cold tier, and has memory of its own so far."""
+        return self._restores is not None and self._restores.is_reading
+
+    @property
     def hits(self) -> int:
         """Takes that RAM could serve, whatever the cold tier had."""
         return sum(space.counts["hits"] for space in self._spaces.values())
@@ -462,6 +471,22 @@ class PromptCache:
             self._writes.check_integrity(set(nodes))
 
     # Helpers
+
+    def _begin_reading(
+        self, cold: ColdMatch, space: Space, wanted: Tokens, ram_tokens: int
+    ) -> Restoration | None:
+        assert self._restores is not None
+        with ExitStack() as kept:
+            if cold.bytes > self.free_bytes:
+                # What this very prompt has in RAM is not to go for the rest of it.
+                own = self.renew(wanted, space.name)
+                kept.callback(own.release if own is not None else lambda: None)
+                self._room.make(elsewhere=cold.bytes)
+            try:
+                return self._restores.start(cold, space, wanted, ram_tokens)
+            except OutOfMemory:
+                space.counts["restores_refused"] += 1
+                return None
 
     def _promote(self, restoration: Restoration | None, space: Space) -> int | None:
         """Make what was read resident; returns the tokens that RAM should have now."""

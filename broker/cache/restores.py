@@ -11,6 +11,7 @@ from ..trace.events import Restored as RestoredEvent
 from .cold import ColdMatch, ColdStore, Restored
 from .holdings import Holdings
 from .intake import Intake, validated
+from .ledger import Purpose, Reservation
 from .node import Node
 from .prefix_hash import Tokens
 from .reporter import Reporter
@@ -55,7 +56,7 @@ class Restoration:
     """One reading of a stored sequence, shared by all who wait for it.
 
     `ram_tokens` is what RAM could serve when it was asked for. After `run` either `restored` or
-    `error` is set.
+    `error` is set. What is read is promised `memory` until it is made resident.
     """
 
     def __init__(
@@ -64,7 +65,9 @@ class Restoration:
         tokens: Tokens,
         ram_tokens: int,
         read: Callable[[ColdMatch], Restored],
+        memory: Reservation,
     ) -> None:
+        self.memory = memory
         self.match = match
         self.tokens = tokens
         self.ram_tokens = ram_tokens
@@ -115,13 +118,22 @@ class Restores:
             _log.exception("the cold store failed to look up a prompt")
             return None
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether something was begun to be read that was not made resident so far."""
+        return bool(self._under_way)
+
+    def under_way(self, match: ColdMatch, space: Space) -> Restoration | None:
+        """The reading of a match that was begun before, if there is one."""
+        return self._under_way.get((space.name, match.name))
+
     def start(self, match: ColdMatch, space: Space, tokens: Tokens, ram_tokens: int) -> Restoration:
-        """The reading of a match: a new one, or the one under way."""
-        key = (space.name, match.name)
-        if key not in self._under_way:
-            prefix = tokens[: match.length].copy()
-            self._under_way[key] = Restoration(match, prefix, ram_tokens, self._read)
-        return self._under_way[key]
+        """A new reading of a match. Raises `OutOfMemory` where there is no memory for it."""
+        memory = self._holdings.reserve(Purpose.RESTORES, match.bytes)
+        prefix = tokens[: match.length].copy()
+        restoration = Restoration(match, prefix, ram_tokens, self._read, memory)
+        self._under_way[space.name, match.name] = restoration
+        return restoration
 
     def promote(self, restoration: Restoration, space: Space) -> Node | None:
         """Make what was read resident; only the first caller's call does something.
@@ -133,6 +145,8 @@ class Restores:
         if restoration.is_settled:
             return None
         restoration.is_settled = True
+        # From here on it is the cache's, which makes room for it as for anything else.
+        restoration.memory.cancel()
         restored = restoration.restored
         if restored is None:
             self._discard(restoration, space)

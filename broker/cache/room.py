@@ -158,31 +158,46 @@ class Room:
     def _evict_until(self, enough: Callable[[], bool]) -> None:
         again = True
         while again and not enough():
-            with closing(self._queue.victims()) as victims:
-                for node in victims:
-                    if enough():
-                        return
-                    self._let_go(self._space(node), node)
+            self._look_through(enough)
             again = self._writes is not None and self._writes.drain()
 
-    def _let_go(self, space: Space, node: Node, *, only_if_kept: bool = False) -> None:
-        """Evict a leaf, unless the cold tier has to cover it first: then start that.
+    def _look_through(self, enough: Callable[[], bool]) -> None:
+        """Let leaves go in their turn. What the cold tier does not take now is passed over, and
+        looked at again, in the order in which that happened, once it takes more.
+        """
+        with closing(self._queue.victims()) as victims:
+            for node in victims:
+                if enough():
+                    return
+                if not self._let_go(self._space(node), node):
+                    self._queue.set_aside(node)
+        with closing(self._queue.aside()) as passed_over:
+            for node in passed_over:
+                if enough() or not self._let_go(self._space(node), node):
+                    return
+
+    def _let_go(self, space: Space, node: Node, *, only_if_kept: bool = False) -> bool:
+        """Evict a leaf, unless the cold tier has to cover it first: then start that. Whether the
+        leaf went, or is on its way.
 
         With `only_if_kept` nothing goes that nobody took.
         """
         tier = self._cold
         lacks = tier is not None and space.usable_at(node) and not tier.is_durable(node)
         if tier is not None and lacks and not tier.is_refused(node):
-            if not tier.is_writing(node) and tier.begin(space, node):
+            if not tier.is_writing(node):
+                if not tier.begin(space, node):
+                    return False
                 space.counts["spills"] += 1
-            return
+            return True
         covered = self._writes is not None and self._writes.is_durable(node)
         kept = self._spilled(space, node) or covered
         if only_if_kept and not kept:
-            return
+            return False
         space.counts["demotions"] += kept
         self.demotions += kept
         self._evict(space, node, Demoted if kept else Evicted)
+        return True
 
     def _evict(
         self, space: Space, node: Node, event: type[Demoted] | type[Evicted] = Evicted

@@ -11,7 +11,8 @@ class NamespaceStatistics(Struct, frozen=True, kw_only=True):
     `total_bytes` = extents + checkpoints: distinct bytes, however many entries run through them.
     `slack_bytes` of them belong to rows that no entry needs any more. `leased_bytes`,
     `pinned_bytes` and `undurable_bytes` (not covered by the cold tier yet) are those that could not
-    be evicted now, with all that lies above them; one byte may count in several.
+    be evicted now, with all that lies above them; one byte may count in several. `restores_refused`
+    were worth it, but there was no memory for them.
     """
 
     nodes: int = 0
@@ -38,6 +39,7 @@ class NamespaceStatistics(Struct, frozen=True, kw_only=True):
     demotions: int = 0
     restores: int = 0
     restore_failures: int = 0
+    restores_refused: int = 0
     spills: int = 0
     spill_failures: int = 0
     reasons: dict[str, int] = field(default_factory=dict)

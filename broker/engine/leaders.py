@@ -60,9 +60,13 @@ class Leaders:
         self, entry: Entry, prefilling: Iterable[Entry], decoding: Iterable[Entry]
     ) -> tuple[Entry | None, int, bool]:
         """Who will store most of this prompt, how much, and whether that is worth waiting for."""
+        hope = self._hope(entry)
+        # Most have nobody to hope for: memory need not be asked about each at every change.
+        if not hope:
+            return None, 0, False
         best, longest = None, self._in_memory(entry)
         floor = longest
-        if self._hope(entry) <= floor:
+        if hope <= floor:
             return None, floor, False
         donors = (each for each in decoding if each.lane.donates)
         for leader in (*prefilling, *donors):

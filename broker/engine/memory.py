@@ -49,13 +49,14 @@ class RowMemory:
     def is_granted(self, row: Row) -> bool:
         """Promise a row its memory, if it is to be had now.
 
-        True also where no row has any and nothing is being written that could leave the cache then:
-        waiting would change nothing, so `require` has to say so.
+        True also where no row has any, nothing is being written that could leave the cache then,
+        and nothing read: waiting would change nothing, so `require` has to say so.
         """
         try:
             self.require(row)
         except OutOfMemory:
-            return not self._rows and not self._cache.is_writing
+            is_moving = self._cache.is_writing or self._cache.is_reading
+            return not self._rows and not is_moving
         except Exception:  # while room was made: `require` meets it again, for this row alone
             return True
         return True

@@ -89,6 +89,8 @@ class Opening:
             self._endings.guarded(row, self._open, restoration=restoration)
         else:
             self._keep(restoration, row)
+        # What the reading had of memory is the cache's now, which gives it to others.
+        self._scheduler.memory_changed()
 
     def _keep(self, restoration: Restoration, row: Row) -> None:
         """Make what was read resident although nobody waits for it any more."""

@@ -4,9 +4,14 @@ import logging
 import threading
 
 import pytest
+from msgspec.structs import replace
 
-from mlx_swarm.broker.cache.cold import ColdWrite
+from mlx_swarm.broker.cache.cold import ColdMatch, ColdWrite, Restored
+from mlx_swarm.broker.cache.eviction import LRU
 from mlx_swarm.broker.cache.kinds import materialise
+from mlx_swarm.broker.cache.ledger import Ledger, Purpose
+from mlx_swarm.broker.cache.node import Node
+from mlx_swarm.broker.cache.prefix_hash import Tokens
 from mlx_swarm.broker.cache.prompt_cache import PromptCache
 from mlx_swarm.broker.errors import ColdStoreBusy
 from tests.cache.fake_cold import FakeColdStore
@@ -308,6 +313,72 @@ class TestWrite:
         assert cache.statistics().leases == 0
 
 
+class WatchedStore(FakeColdStore):
+    """Notes the most that the ledger has promised while it is read."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self.ledger = ledger
+        self.most = 0
+
+    def find(self, tokens: Tokens, namespace: str, held: int = 0) -> ColdMatch | None:
+        match = super().find(tokens, namespace, held)
+        return match and replace(match, bytes=match.length * TOKEN_BYTES)
+
+    def restore(self, match: ColdMatch) -> Restored:
+        self.most = max(self.most, self.ledger.total)
+        return super().restore(match)
+
+
+class TestMemoryForReading:
+    def test_others_leave_for_it_and_never_what_it_continues(self) -> None:
+        ledger = Ledger(60 * TOKEN_BYTES)
+        store = WatchedStore(ledger)
+        cache = PromptCache(1 << 20, cold=store, ledger=ledger)
+        put(cache, range(10))
+        put(cache, range(100, 145))
+        store.add("", range(20), build("full", range(20)))
+        assert taken(cache, [*range(20), 7]) == 20
+        assert taken(cache, [*range(10), 99]) == 10
+        assert 0 < store.most <= ledger.limit
+        assert cache.statistics().total.restores == 1
+        assert ledger.used(Purpose.RESTORES) == 0
+
+    def test_without_any_the_rest_is_computed(self) -> None:
+        ledger = Ledger(60 * TOKEN_BYTES)
+        store = WatchedStore(ledger)
+        cache = PromptCache(1 << 20, cold=store, ledger=ledger)
+        put(cache, range(10))
+        store.add("", range(30), build("full", range(30)))
+        row = ledger.reserve(Purpose.TAILS, 45 * TOKEN_BYTES)
+        lease = take(cache, [*range(30), 7])
+        assert lease is not None
+        assert (lease.length, lease.plan.reason) == (10, "not_worth_waiting")
+        lease.release()
+        assert not store.restored
+        assert cache.statistics().total.restores_refused == 1
+        row.cancel()
+        assert taken(cache, [*range(30), 7]) == 30
+        assert store.most <= ledger.limit
+
+    def test_is_promised_once_for_all_who_wait_and_given_back_whatever_comes(self) -> None:
+        ledger = Ledger(1 << 20)
+        store = WatchedStore(ledger)
+        cache = PromptCache(1 << 20, cold=store, ledger=ledger)
+        name = store.add("", range(20), build("full", range(20)))
+        prompts = [[*range(20), agent] for agent in range(50, 53)]
+        readings = [cache.restoration(prompt) for prompt in prompts]
+        assert ledger.used(Purpose.RESTORES) == 20 * TOKEN_BYTES
+        assert cache.is_reading
+        store.unreadable.add(name)
+        for prompt, reading in zip(prompts, readings, strict=True):
+            assert reading is not None
+            reading.run()
+            assert cache.lease(prompt, "", reading) is None
+        assert not cache.is_reading
+        assert ledger.total == 0
+
+
 class BusyStore(FakeColdStore):
     """Takes one write at a time."""
 
@@ -332,3 +403,35 @@ def test_a_busy_store_is_not_asked_again_before_a_write_has_ended() -> None:
         cache.write_behind()
     cache.check_integrity()
     assert len(store.entries) == 3
+
+
+class CountingLRU(LRU):
+    """Counts the leaves that are looked at."""
+
+    looked_at = 0
+
+    def leaving(self, node: Node) -> None:
+        self.looked_at += 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_leaves_that_wait_for_the_store_are_not_gone_through_at_every_put(fails: bool) -> None:
+    store, policy, clock = FakeColdStore(is_slow=True), CountingLRU(), Clock()
+    cache = PromptCache(200 * 20 * TOKEN_BYTES, cold=store, policy=policy, clock=clock)
+    for number in range(500):
+        clock.now += 1
+        put(cache, [number + 7, *range(1, 20)])
+    # Each is looked at once, but for those few that come and go while the store is full.
+    assert policy.looked_at < 4 * 500
+    cache.check_integrity()
+    store.is_full = fails
+    for number in range(500, 520):
+        store.finish()
+        clock.now += 1
+        put(cache, [number + 7, *range(1, 20)])
+        cache.check_integrity()
+    # What was passed over can leave all the same, written or, without a store, lost.
+    total = cache.statistics().total
+    assert cache.total_bytes <= cache.max_bytes + cache.max_bytes // 4
+    assert total.demotions > 20 or (fails and total.evictions > 20)
+    assert taken(cache, [519 + 7, *range(1, 20), 7]) == 20

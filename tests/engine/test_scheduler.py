@@ -384,3 +384,22 @@ def test_odd_ends_that_take_longer_in_the_batch_are_computed_by_halves_while_row
     engine.drain()
     parts = [part.stop - part.start for part in engine.parts if part.request == "long"]
     assert parts == [16, 16, 8, 4]
+
+
+class AskedEngine(FakeEngine):
+    """Counts how often memory is asked for a prompt."""
+
+    asked_for = 0
+
+    def known(self, tokens: Tokens, namespace: str, alternatives: int | None = None) -> int:
+        self.asked_for += 1
+        return super().known(tokens, namespace, alternatives)
+
+
+def test_memory_is_not_asked_about_prompts_that_nobody_computes_a_part_of() -> None:
+    engine = AskedEngine(max_rows=4)
+    for number in range(60):
+        engine.submit(f"r{number}", [1000 + number] * 20)
+    engine.drain()
+    # Once for each, when it is admitted.
+    assert engine.asked_for == 60

@@ -12,6 +12,8 @@ from tests.engine.scheduling import FakeEngine
 
 Leader = tuple[Entry | None, int, bool]
 
+NOBODY = None, 0, False
+
 
 @pytest.fixture(autouse=True, scope="module")
 def compared() -> Iterator[list[Leader]]:
@@ -22,7 +24,9 @@ def compared() -> Iterator[list[Leader]]:
         leaders: Leaders, entry: Entry, prefilling: Iterable[Entry], decoding: Iterable[Entry]
     ) -> Leader:
         got = usual(leaders, entry, prefilling, decoding)
-        assert got == by_scan(leaders, entry, [*prefilling, *decoding])
+        expected = by_scan(leaders, entry, [*prefilling, *decoding])
+        # Without a leader nobody asks how much memory has.
+        assert got == expected or (got, expected[0], expected[2]) == (NOBODY, None, False)
         seen.append(got)
         return got
 

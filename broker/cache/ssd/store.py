@@ -43,8 +43,8 @@ class SsdStore:
 
     Where another process writes to the folder, or nothing can be written, it only reads. `find`,
     `covers` and `store` are called in the thread that owns MLX, `restore` in any. At most
-    `queue_bytes` wait to be written. `ledger` is charged with what is being read, and with the
-    copies that wait to be written. Files bear the name of `model`, for people.
+    `queue_bytes` wait to be written. `ledger` is charged with the copies that wait to be written
+    (memory for what is read is the cache's to promise). Files bear the name of `model`, for people.
     """
 
     def __init__(
@@ -112,7 +112,6 @@ class SsdStore:
         folder, records = self._folder, match.chain.records
         with ExitStack() as pins:
             pins.callback(folder.pin(records))
-            pins.callback(self._charge(Purpose.RESTORES, match.bytes))
             try:
                 row = self._reader.read(match.chain, match.start, match.length)
             except UnusableFile as problem:

@@ -564,9 +564,11 @@ def test_what_is_read_and_copies_to_be_written_are_charged(
         assert first.flush(SECONDS) == (0, 0)
         assert disk.seen[Purpose.SPILLS] == {40 * TOKEN_BYTES * copies}
         disk.seen[Purpose.RESTORES].clear()
-        assert taken(PromptCache(RAM, cold=store), [*range(40), 7]) == 40
+        cache = PromptCache(RAM, cold=store, ledger=disk.ledger)
+        assert taken(cache, [*range(40), 7]) == 40
         assert disk.seen[Purpose.RESTORES] == {40 * TOKEN_BYTES}
+        cache.clear()
         assert not disk.ledger.total
         files(tmp_path)[0].write_bytes(b"broken")
-        assert not taken(PromptCache(RAM, cold=store), [*range(40), 7])
+        assert not taken(PromptCache(RAM, cold=store, ledger=disk.ledger), [*range(40), 7])
         assert not disk.ledger.total
