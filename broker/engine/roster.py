@@ -25,6 +25,9 @@ LOOKS = 4
 LOOK_SECONDS = 0.05
 """It is not looked more often than this: a look wakes a thread that rests."""
 
+WRITE_SECONDS = 5.0
+"""What the cache has to write before it can give way to a model gets so long."""
+
 
 class ModelSource(NamedTuple):
     """Where a model comes from: what `load` takes; of an adapter its folder and the name of the
@@ -257,8 +260,7 @@ class Roster:
         unused = self._unused()
         droppable = sum(each.served.weights for each in unused if each.served)
         if self._excess - droppable <= self._cache.spare_bytes:
-            if self._excess > 0:
-                self._cache.shrink(self._excess)
+            self._shrink_cache()
             for entry in unused:
                 if self._excess > 0:
                     self._let_go(entry, "memory")
@@ -268,6 +270,16 @@ class Roster:
                 f"the weights of {name!r} take {format_bytes(served.weights)}; the limit is "
                 f"{format_bytes(self._ledger.limit)}, of which {others} are in use"
             )
+
+    def _shrink_cache(self) -> None:
+        """Have the cache give back what is beyond the limit. With a cold tier that is written
+        first; nothing else goes on in these seconds, nor while a model is loaded.
+        """
+        if self._excess > 0:
+            self._cache.shrink(self._excess)
+        if self._excess > 0 and self._cache.is_writing:
+            self._cache.flush(WRITE_SECONDS)
+            self._cache.shrink(self._excess)
 
     @property
     def _excess(self) -> int:
