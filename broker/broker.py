@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from anyio import to_thread
+from anyio import get_cancelled_exc_class, to_thread
 from msgspec import Struct
 
 from .backend import describe, require_mlx
@@ -28,6 +28,7 @@ from .errors import (
 from .request import Completed, Message, ModelInfo, Request, RequestId, check_messages
 from .response import ResponseStream
 from .sizes import parse_size
+from .texts import Addition, Texts
 from .trace.recorder import Recorder, RecorderStatistics
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class Broker:
         self._ids = itertools.count(1)
         self._thread: EngineThread[EngineLoop] | None = None
         self._opening: EngineThread[EngineLoop] | None = None
-        self._texts: dict[str, LoadedModel] = {}
+        self._texts: Texts | None = None
         self.model_name = str(model)
         self.context_length = 0
         self.recorder: Recorder
@@ -145,16 +146,18 @@ class Broker:
         raise EngineFailed("a request ended without saying how")
 
     async def load(
-        self, model: str, *, name: str | None = None, dtype: str | None = None
+        self, model: str | os.PathLike[str], *, name: str | None = None, dtype: str | None = None
     ) -> ModelInfo:
         """Put one more model into service; requests name it as `Request(model=name)`.
 
         `model` is what a `Broker` takes. Fetching and converting goes on beside everything else;
         while the weights are read, no request goes on. Where memory lacks for them the cache gives
         way first, then models that nobody uses. Raises `OutOfMemory` where that is not enough,
-        `InvalidRequest` for a name that is taken, and `ModelError` for what cannot be loaded.
+        `InvalidRequest` for a name that is taken, and `ModelError` for what cannot be loaded. Where
+        the caller is cancelled nothing stays loaded, unless others have begun to use it.
         """
-        return await self._add(name or str(model), model, dtype, "")
+        spec = _spec(model)
+        return await self._add(name or spec, spec, dtype, "")
 
     async def load_adapter(
         self, folder: str | os.PathLike[str], *, name: str, base: str = ""
@@ -170,9 +173,9 @@ class Broker:
     async def alias(self, name: str, existing: str) -> ModelInfo:
         """Give a model one more name. Raises `InvalidRequest` for one that is taken."""
         check_text("name", name)
-        info = await self._running().call(lambda engine: engine.alias(name, existing))
-        self._texts[name] = self._texts[info.name]
-        return info
+        check_text("existing", existing)
+        thread, texts = self._running(), self._known()
+        return await thread.call(lambda engine: texts.alias(engine, name, existing))
 
     async def unload(self, name: str) -> None:
         """Let go of a model and the adapters over it. Their prompts stay in the cache.
@@ -180,9 +183,9 @@ class Broker:
         Raises `ModelNotFound`, `ModelBusy` while requests to it are open, and `InvalidRequest` for
         the first model.
         """
-        gone = await self._running().call(lambda engine: engine.unload(name))
-        for each in gone:
-            self._texts.pop(each, None)
+        check_text("name", name)
+        thread, texts = self._running(), self._known()
+        await thread.call(lambda engine: texts.unload(engine, name))
 
     async def models(self) -> tuple[ModelInfo, ...]:
         """The models that requests can name, the first one first."""
@@ -255,7 +258,7 @@ class Broker:
 
     async def aclose(self) -> None:
         """End everything; open requests fail with `BrokerClosed`. Safe to repeat."""
-        thread, self._thread, self._texts = self._thread or self._opening, None, {}
+        thread, self._thread, self._texts = self._thread or self._opening, None, None
         if thread is not None:
             await thread.aclose()
 
@@ -282,30 +285,44 @@ class Broker:
         return self._thread
 
     def _text_of(self, model: str) -> "LoadedModel":
-        """A model, for its tokenizer and chat template: these may be used in any thread."""
+        check_kind("model", model, str, "text")
+        return self._known().named(model or self.model_name)
+
+    def _known(self) -> Texts:
         self._running()
-        name = model or self.model_name
-        if name not in self._texts:
-            raise ModelNotFound(f"no model {name!r} is loaded; there are {', '.join(self._texts)}")
-        return self._texts[name]
+        assert self._texts is not None
+        return self._texts
 
     async def _add(self, name: str, spec: str, dtype: str | None, base: str) -> ModelInfo:
         from .engine.roster import ModelSource
         from .models import prepare
 
         check_text("name", name)
+        check_text("base", base)
         thread, source = self._running(), ModelSource(spec, dtype, base)
-        report = self._reporting(thread)
-        if not base:
-            await to_thread.run_sync(lambda: prepare(spec, progress=report), abandon_on_cancel=True)
-        with runnable(name):
-            info, text = await thread.call(lambda engine: engine.load(name, source))
-        self._texts[name] = text
-        return info
+        addition = Addition(self._known(), name, source)
+        report = self._reporting(thread, addition)
 
-    def _reporting(self, thread: "EngineThread[EngineLoop]") -> "Callable[[Progress], None]":
+        def add(engine: "EngineLoop") -> ModelInfo:
+            with runnable(name):
+                return addition.do(engine)
+
+        try:
+            if not base:
+                await to_thread.run_sync(
+                    lambda: prepare(spec, progress=report), abandon_on_cancel=True
+                )
+            return await thread.call(add)
+        except get_cancelled_exc_class():
+            addition.is_given_up = True
+            thread.post_from_finaliser(addition.undo)
+            raise
+
+    def _reporting(
+        self, thread: "EngineThread[EngineLoop]", addition: Addition | None = None
+    ) -> "Callable[[Progress], None]":
         def report(progress: "Progress") -> None:
-            if thread.stopping:
+            if thread.stopping or (addition is not None and addition.is_given_up):
                 raise BrokerClosed(CLOSED_IN_LOADING)
             if self._progress is not None:
                 self._progress(progress)
@@ -346,7 +363,7 @@ class Broker:
         except BaseException:
             recorder.close()
             raise
-        self.recorder, self._texts = recorder, {model.name: model}
+        self.recorder, self._texts = recorder, Texts(model)
         self.model_name, self.context_length = model.name, model.context_length
         return engine
 
@@ -373,6 +390,12 @@ def _party(agent: str, swarm: str, tenant: str) -> Party:
     for name, value in {"agent": agent, "swarm": swarm, "tenant": tenant}.items():
         check_kind(name, value, str, "text")
     return Party(tenant, swarm, agent)
+
+
+def _spec(model: str | os.PathLike[str]) -> str:
+    if not isinstance(model, str | os.PathLike):
+        raise ModelNotFound(f"no model {model!r}: a model is named by text or a path")
+    return os.fsdecode(model)
 
 
 def _folder(cold: str | os.PathLike[str]) -> Path:

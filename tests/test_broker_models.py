@@ -1,6 +1,10 @@
 """A broker with several models: names, adapters, what goes on meanwhile, and wrong input."""
 
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -146,3 +150,67 @@ async def test_agents_of_one_swarm_may_run_on_different_models(tmp_path: Path) -
         await check_idle(broker)
         with pytest.raises(InvalidRequest, match="model"):
             broker.stream(Request(tokens=prompt(0), model=3))  # type: ignore[arg-type]
+
+
+async def test_a_load_that_is_cancelled_leaves_nothing() -> None:
+    async with tiny() as broker:
+        for seconds in (0.0, 0.001, 0.005, 0.02, 0.08):
+            with anyio.move_on_after(seconds) as scope:
+                await broker.load(OTHER, name="other")
+            if not scope.cancelled_caught:
+                await broker.unload("other")
+            assert len(await broker.models()) == 1
+            await broker.load(OTHER, name="other")
+            assert await broker.encode("Hello", model="other")
+            await broker.unload("other")
+        await check_idle(broker)
+
+
+async def test_names_and_texts_agree_whatever_happens_at_the_same_time() -> None:
+    async with tiny() as broker:
+        for _ in range(4):
+            async with anyio.create_task_group() as group:
+
+                async def attempt(call: Callable[..., Awaitable[object]], *given: str) -> None:
+                    with suppress(InvalidRequest, ModelNotFound):
+                        await call(*given)
+
+                for turn in range(3):
+                    group.start_soon(attempt, partial(broker.load, OTHER, name="other"))
+                    for number in range(10):
+                        name = f"alias {turn} {number}"
+                        group.start_soon(attempt, broker.alias, name, "other")
+                        await anyio.sleep(0.0005)
+                    group.start_soon(attempt, broker.unload, "other")
+                    group.start_soon(attempt, broker.alias, f"late {turn}", "other")
+            for info in await broker.models():
+                for name in (info.name, *info.aliases):
+                    assert await broker.encode("Hello", model=name)
+            await attempt(broker.unload, "other")
+            with pytest.raises(ModelNotFound):
+                await broker.encode("Hello", model="other")
+        await check_idle(broker)
+
+
+@pytest.mark.parametrize("wrong", [3, None, [], b"bytes"])
+async def test_what_is_no_name_is_told_so(wrong: Any) -> None:
+    async with tiny() as broker:
+        for call in (
+            lambda: broker.load_adapter("folder", name=wrong),
+            lambda: broker.alias("second", wrong),
+            lambda: broker.alias(wrong, broker.model_name),
+            lambda: broker.unload(wrong),
+            lambda: broker.encode("text", model=wrong),
+            lambda: broker.render([Message("user", "text")], model=wrong),
+        ):
+            with pytest.raises(InvalidRequest, match="must be text"):
+                await call()
+        with pytest.raises(ModelNotFound, match="named by text or a path"):
+            await broker.load(wrong, name="other")
+        assert len(await broker.models()) == 1
+
+
+async def test_a_model_may_be_named_by_its_path(tmp_path: Path) -> None:
+    async with tiny() as broker:
+        with pytest.raises(ModelNotFound, match="nowhere does not exist"):
+            await broker.load(tmp_path / "nowhere")

@@ -173,9 +173,10 @@ class EngineLoop:
         self._guard.check()
         try:
             self._require_room()
-            served = self.roster.serving(submission.request.model)
-            row = served.row_for(submission)
-            self._memory.require_possible(row)
+            # A draft may have to be loaded, for which this model is not to go.
+            with self.roster.held(submission.request.model) as served:
+                row = served.row_for(submission)
+                self._memory.require_possible(row)
             if row.deadline is not None and row.deadline <= self._recorder.now():
                 raise too_late(row, self._recorder.now())
         except Exception as error:

@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..cache.ledger import Ledger, format_bytes
 from ..cache.prompt_cache import PromptCache
-from ..errors import InvalidRequest, ModelBusy, ModelNotFound, OutOfMemory
-from ..models import LoadedModel, load, load_adapter
+from ..errors import InvalidRequest, ModelBusy, ModelNotFound, ModelUnreadable, OutOfMemory
+from ..models import LoadedModel, ModelIdentity, load, load_adapter
 from ..request import ModelInfo, RequestId
 from ..trace import events
 from ..trace.recorder import Recorder
@@ -20,6 +21,12 @@ from .settings import ModelStatistics
 
 LOOKS = 4
 """For models without use it is looked so many times in the time after which they are unloaded."""
+
+LOOK_SECONDS = 0.05
+"""It is not looked more often than this: a look wakes a thread that rests."""
+
+WRITE_SECONDS = 5.0
+"""What the cache has to write before it can give way to a model gets so long."""
 
 
 class ModelSource(NamedTuple):
@@ -39,8 +46,11 @@ class _Entry:
         self.names = [name]
         self.source = source
         self.served: Served | None = served
+        self.identity = served.model.identity
         self.context_length = served.model.context_length
         self.last_used = now
+        self.holders = 0
+        """How many are about to make a request to it."""
 
 
 class Drafts(Mapping[str, LoadedModel]):
@@ -132,14 +142,24 @@ class Roster:
         return _info(entry)
 
     def serving(self, name: str = "") -> Served:
-        """The model of that name, loaded if it is not. Raises `ModelNotFound`, `OutOfMemory`, and
-        what loading raises.
+        """The model of that name, loaded if it is not. Raises `ModelNotFound`, `OutOfMemory`, what
+        loading raises, and `ModelUnreadable` where something else has come into its place.
         """
         entry = self._entry(name)
         entry.last_used = self._recorder.now()
         if entry.served is None:
-            entry.served = self._open(entry.names[0], entry.source)
+            entry.served = self._open(entry.names[0], entry.source, entry.identity)
         return entry.served
+
+    @contextmanager
+    def held(self, name: str = "") -> Iterator[Served]:
+        """`serving`, which stays in memory meanwhile, whatever else is loaded."""
+        entry = self._entry(name)
+        entry.holders += 1
+        try:
+            yield self.serving(name)
+        finally:
+            entry.holders -= 1
 
     def remove(self, name: str) -> list[str]:
         """Unload a model and the adapters over it, and forget their names, which it returns.
@@ -168,7 +188,7 @@ class Roster:
         now = self._recorder.now()
         if self._idle_unload is None or now < self.next_look:
             return False
-        self.next_look = now + self._idle_unload / LOOKS
+        self.next_look = now + max(self._idle_unload / LOOKS, LOOK_SECONDS)
         idle = [each for each in self._unused() if now - each.last_used >= self._idle_unload]
         for entry in idle:
             self._let_go(entry, "idle")
@@ -197,18 +217,18 @@ class Roster:
         for served in reversed(list(self.loaded())):
             served.close()
 
-    def _open(self, name: str, source: ModelSource) -> Served:
+    def _open(
+        self, name: str, source: ModelSource, identity: ModelIdentity | None = None
+    ) -> Served:
+        """Load a model and put it into service, but for one that is not what it was."""
         began = self._recorder.now()
-        base = self.serving(source.base) if source.base else None
-        if base is None:
-            served = self._serve(load(source.spec, dtype=source.dtype), None, name)
+        if source.base:
+            with self.held(source.base) as base:
+                adapted = load_adapter(base.model, source.spec, name=name)
+                served = self._serve_within(adapted, base.model, name, identity)
         else:
-            served = self._serve(load_adapter(base.model, source.spec, name=name), base.model, name)
-        try:
-            self._make_room_for(served, name, base)
-        except BaseException:
-            served.close()
-            raise
+            model = load(source.spec, dtype=source.dtype)
+            served = self._serve_within(model, None, name, identity)
         self._recorder.note(
             events.ModelLoaded,
             model=name,
@@ -218,39 +238,70 @@ class Roster:
         )
         return served
 
-    def _make_room_for(self, served: Served, name: str, base: Served | None) -> None:
+    def _serve_within(
+        self,
+        model: LoadedModel,
+        base: LoadedModel | None,
+        name: str,
+        identity: ModelIdentity | None,
+    ) -> Served:
+        """Put a loaded model into service, within the limit."""
+        _require_same(name, model.identity, identity)
+        served = self._serve(model, base, name)
+        try:
+            self._make_room_for(served, name)
+        except BaseException:
+            served.close()
+            raise
+        return served
+
+    def _make_room_for(self, served: Served, name: str) -> None:
         """Have others give back what a model takes already, if they have enough."""
-        ledger = self._ledger
-        unused = [each for each in self._unused() if each.served and each.served is not base]
+        unused = self._unused()
         droppable = sum(each.served.weights for each in unused if each.served)
-        if ledger.total - droppable - self._cache.total_bytes <= ledger.limit:
-            if ledger.total > ledger.limit:
-                self._cache.give_way(1)
+        if self._excess - droppable <= self._cache.spare_bytes:
+            self._shrink_cache()
             for entry in unused:
-                if ledger.total > ledger.limit:
+                if self._excess > 0:
                     self._let_go(entry, "memory")
-        if ledger.total > ledger.limit:
-            others = format_bytes(ledger.total - served.weights)
+        if self._excess > 0:
+            others = format_bytes(self._ledger.total - served.weights)
             raise OutOfMemory(
                 f"the weights of {name!r} take {format_bytes(served.weights)}; the limit is "
-                f"{format_bytes(ledger.limit)}, of which {others} are in use"
+                f"{format_bytes(self._ledger.limit)}, of which {others} are in use"
             )
 
-    def _unused(self) -> list[_Entry]:
-        """Models in memory that nobody uses, the longest unused first. A model under an adapter
-        that is in memory is in use.
+    def _shrink_cache(self) -> None:
+        """Have the cache give back what is beyond the limit. With a cold tier that is written
+        first; nothing else goes on in these seconds, nor while a model is loaded.
         """
-        entries = [entry for entry in self._distinct() if entry.served is not None]
-        for entry in entries:
-            if self._requests(entry):
-                entry.last_used = self._recorder.now()
-        unused = [
-            entry
-            for entry in entries
-            if not self._requests(entry)
-            and not any(adapter.served for adapter in self._adapters_of(entry))
-        ]
-        return sorted(unused, key=lambda entry: entry.last_used)
+        if self._excess > 0:
+            self._cache.shrink(self._excess)
+        if self._excess > 0 and self._cache.is_writing:
+            self._cache.flush(WRITE_SECONDS)
+            self._cache.shrink(self._excess)
+
+    @property
+    def _excess(self) -> int:
+        """Bytes beyond the limit."""
+        return self._ledger.total - self._ledger.limit
+
+    def _unused(self) -> list[_Entry]:
+        """Models in memory that nobody uses, the longest unused first. Who uses an adapter uses the
+        model under it, which therefore comes after it.
+        """
+        now = self._recorder.now()
+        loaded = [entry for entry in self._distinct() if entry.served is not None]
+        used = [entry for entry in loaded if entry.holders or self._requests(entry)]
+        unused = []
+        for entry in loaded:
+            users = [entry, *(each for each in self._adapters_of(entry) if each.served)]
+            if any(each in used for each in users):
+                entry.last_used = now
+            else:
+                entry.last_used = max(each.last_used for each in users)
+                unused.append(entry)
+        return sorted(unused, key=lambda entry: (entry.last_used, not entry.source.base))
 
     def _requests(self, entry: _Entry) -> int:
         """How many open requests need a model, to answer or to propose."""
@@ -283,9 +334,11 @@ class Roster:
     def _let_go(self, entry: _Entry, reason: str) -> None:
         if entry.served is not None:
             served, entry.served = entry.served, None
-            served.close()
-            served.model.release()
-            mx.clear_cache()
+            try:
+                served.close()
+            finally:
+                served.model.release()
+                mx.clear_cache()
             self._recorder.note(events.ModelUnloaded, model=entry.names[0], reason=reason)
 
 
@@ -297,4 +350,18 @@ def _info(entry: _Entry) -> ModelInfo:
         base=entry.source.base,
         context_length=entry.context_length,
         loaded=entry.served is not None,
+    )
+
+
+def _require_same(name: str, found: ModelIdentity, expected: ModelIdentity | None) -> None:
+    """Raise `ModelUnreadable` unless a model that comes back is the one that left: tokens that were
+    made with it, and what is known of it, would not fit another one.
+    """
+    if expected is None or found == expected:
+        return
+    fields = found.__struct_fields__
+    changed = [each for each in fields if getattr(found, each) != getattr(expected, each)]
+    raise ModelUnreadable(
+        f"{name!r} was unloaded while idle, and what is in its place by now differs in "
+        f"{' and '.join(changed)}; load that under another name"
     )

@@ -1,11 +1,18 @@
 """Several models and adapters in one engine: one ledger, one cache, rounds of steps over all."""
 
+import json
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from mlx_lm.utils import save_config, save_model
+from msgspec.structs import replace
 
 from mlx_swarm.broker import Request
+from mlx_swarm.broker.cache.ledger import Purpose
 from mlx_swarm.broker.cache.ssd.inspection import namespaces
 from mlx_swarm.broker.engine.memory import weight_bytes
 from mlx_swarm.broker.engine.roster import ModelSource
@@ -14,6 +21,7 @@ from mlx_swarm.broker.errors import (
     InvalidRequest,
     ModelBusy,
     ModelNotFound,
+    ModelUnreadable,
     OutOfMemory,
 )
 from mlx_swarm.broker.models import load
@@ -287,3 +295,131 @@ def test_the_cold_tier_says_which_model_its_files_are_of(tmp_path: Path) -> None
     stored = {found.model for found in namespaces(tmp_path)}
     assert stored == {driver.engine.model.name, driver.engine.roster.serving("other").model.name}
     driver.check_idle()
+    driver.engine.close()
+
+
+def folder_of(spec: str, folder: Path) -> Path:
+    """A synthetic model as a stock directory, in place of what is there."""
+    model = load(spec)
+    shutil.rmtree(folder, ignore_errors=True)
+    save_model(folder, model.model)
+    save_config(dict(model.config), folder / "config.json")
+    model.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def with_another_tokenizer(folder: Path) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "clean_up": 1}))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        (shutil.rmtree, ModelNotFound, "does not exist"),
+        (with_another_tokenizer, ModelUnreadable, "'other' .* differs in tokenizer; load that"),
+        (
+            lambda folder: folder_of(OTHER.replace("seed=5", "seed=6"), folder),
+            ModelUnreadable,
+            "'other' .* differs in weights; load that",
+        ),
+        (
+            lambda folder: folder_of(OTHER.replace("context=256", "context=128"), folder),
+            ModelUnreadable,
+            "'other' .* differs in config; load that",
+        ),
+    ],
+)
+def test_a_model_that_comes_back_as_another_one_is_refused(
+    tmp_path: Path, change: Callable[[Path], object], error: type[Exception], said: str
+) -> None:
+    clock = Clock()
+    driver = driver_of(clock=clock, idle_unload=10.0)
+    folder = folder_of(OTHER, tmp_path / "model")
+    driver.engine.load("other", ModelSource(str(folder)))
+    weights = driver.engine.ledger.used(Purpose.WEIGHTS)
+    (before,) = run(driver, asked(0, "other"))
+    clock.now += 11.0
+    driver.run(1)
+    change(folder)
+    clock.now += 1.0
+    (box,) = run(driver, asked(0), asked(0, "other"))[1:]
+    assert isinstance(box.error, error)
+    assert re.search(said, str(box.error))
+    folder_of(OTHER, folder)
+    (box,) = run(driver, asked(0, "other"))
+    assert box.tokens == before.tokens
+    assert ram_tokens(box) > 0
+    assert driver.engine.ledger.used(Purpose.WEIGHTS) == weights
+    driver.check_idle()
+
+
+def test_a_draft_is_not_loaded_at_the_expense_of_the_model_that_it_is_for() -> None:
+    first, draft = load(TINY), TINY.replace("layers=2", "layers=1")
+    driver = Driver(first, memory=weight_bytes(first) + (100 << 10))
+    driver.engine.load("draft", ModelSource(draft))
+    assert [info.loaded for info in driver.engine.models()] == [False, True]
+    (box,) = run(driver, replace(asked(0), draft="draft"))
+    assert isinstance(box.error, OutOfMemory)
+    assert re.search("the weights of 'draft' take", str(box.error))
+    assert [info.loaded for info in driver.engine.models()] == [True, False]
+    check_served(driver, asked(0), run(driver, asked(0))[0])
+    driver.check_idle()
+
+
+def test_an_adapter_and_the_model_under_it_make_room_together(tmp_path: Path) -> None:
+    first = load(TINY)
+    driver = Driver(first, memory=weight_bytes(first) + weight_bytes(load(OTHER)) + (180 << 10))
+    driver.engine.load("other", ModelSource(OTHER))
+    where = write_adapter(tmp_path, driver.engine.roster.serving("other").model.model)
+    driver.engine.load("legal", ModelSource(str(where), base="other"))
+    box = driver.submit(asked(0, max_tokens=60))
+    driver.decode_all([box], 3)
+    driver.engine.load("third", ModelSource(OTHER))
+    assert [info.loaded for info in driver.engine.models()] == [True, False, False, True]
+    driver.run()
+    check_served(driver, asked(0), box)
+    driver.check_idle()
+
+
+def test_an_adapter_that_nobody_uses_takes_the_model_under_it_along(tmp_path: Path) -> None:
+    clock = Clock()
+    driver = driver_of(clock=clock, idle_unload=40.0)
+    driver.engine.load("other", ModelSource(OTHER))
+    where = write_adapter(tmp_path, driver.engine.roster.serving("other").model.model)
+    driver.engine.load("legal", ModelSource(str(where), base="other"))
+    clock.now += 30.0
+    run(driver, asked(0, "legal"))
+    clock.now += 30.0
+    run(driver, asked(0))
+    assert [info.loaded for info in driver.engine.models()] == [True, True, True]
+    clock.now += 15.0
+    driver.run(1)
+    assert [info.loaded for info in driver.engine.models()] == [True, False, False]
+    check_served(driver, asked(0, "legal"), run(driver, asked(0, "legal"))[0])
+    driver.check_idle()
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_the_cache_gives_way_to_a_model_before_other_models_do(tmp_path: Path, cold: bool) -> None:
+    first = load(TINY)
+    memory = weight_bytes(first) + 2 * weight_bytes(load(OTHER)) + (90 << 10)
+    driver = Driver(first, ram=400 << 10, memory=memory, cold=tmp_path if cold else None)
+    driver.engine.load("other", ModelSource(OTHER))
+    for agent in range(6):
+        tokens = [200 + agent, *((7 * agent + 3 * at) % 200 + 10 for at in range(150))]
+        run(driver, Request(tokens=tokens, max_tokens=1))
+        run(driver, Request(tokens=[*tokens[:100], 3], max_tokens=1))
+    held = driver.engine.cache.total_bytes
+    assert held > 300 << 10
+    driver.engine.load("third", ModelSource(OTHER))
+    assert [info.loaded for info in driver.engine.models()] == [True, True, True]
+    assert 0 < driver.engine.cache.total_bytes < held
+    driver.engine.check_integrity()
+    driver.engine.close()
+
+
+def test_looks_for_idle_models_leave_the_thread_its_rest() -> None:
+    driver = driver_of(clock=Clock(), idle_unload=1e-9)
+    driver.run()
+    assert driver.engine.patience() >= 0.01
