@@ -173,7 +173,8 @@ class EngineLoop:
         self._guard.check()
         try:
             self._require_room()
-            served = self.roster.serving(submission.request.model)
+            request = submission.request
+            served = self.roster.serving(request.model, request.draft)
             row = served.row_for(submission)
             self._memory.require_possible(row)
             if row.deadline is not None and row.deadline <= self._recorder.now():
@@ -184,7 +185,6 @@ class EngineLoop:
         self._rows[row.id] = row
         if self._cold is not None:
             self._cold.models[row.namespace] = served.model.name
-        request = row.request
         self._recorder.note(
             events.Queued,
             submitted=row.submitted,

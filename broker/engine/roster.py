@@ -93,6 +93,8 @@ class Roster:
         self._idle_unload = idle_unload
         self._first = _Entry(first.model.name, source, first, recorder.now())
         self._entries = {first.model.name: self._first}
+        # A model that a request is being prepared for, which is not open yet.
+        self._kept: _Entry | None = None
         self.next_look = math.inf if idle_unload is None else recorder.now()
         """When, on the recorder's clock, to call `unload_idle`."""
 
@@ -131,14 +133,20 @@ class Roster:
         self._entries[name] = entry
         return _info(entry)
 
-    def serving(self, name: str = "") -> Served:
-        """The model of that name, loaded if it is not. Raises `ModelNotFound`, `OutOfMemory`, and
-        what loading raises.
+    def serving(self, name: str = "", draft: str = "") -> Served:
+        """The model of that name, loaded if it is not, and beside it a `draft` for it, if there is
+        one of that name. Raises `ModelNotFound`, `OutOfMemory`, and what loading raises.
         """
         entry = self._entry(name)
         entry.last_used = self._recorder.now()
         if entry.served is None:
             entry.served = self._open(entry.names[0], entry.source)
+        if draft in self._entries:
+            self._kept = entry
+            try:
+                self.serving(draft)
+            finally:
+                self._kept = None
         return entry.served
 
     def remove(self, name: str) -> list[str]:
@@ -247,7 +255,8 @@ class Roster:
         unused = [
             entry
             for entry in entries
-            if not self._requests(entry)
+            if entry is not self._kept
+            and not self._requests(entry)
             and not any(adapter.served for adapter in self._adapters_of(entry))
         ]
         return sorted(unused, key=lambda entry: entry.last_used)

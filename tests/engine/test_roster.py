@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from mlx_swarm.broker import Request
 from mlx_swarm.broker.cache.ssd.inspection import namespaces
@@ -254,6 +255,23 @@ def test_models_that_nobody_uses_make_room_for_one_that_is_asked_for() -> None:
     seen = driver.recorder.events()
     assert [e.reason for e in seen if isinstance(e, events.ModelUnloaded)] == ["memory"]
     check_served(driver, asked(0), run(driver, asked(0))[0])
+    driver.check_idle()
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_draft_never_takes_the_place_of_the_model_that_it_is_for(fits: bool) -> None:
+    """Neither has an open request while the first one for both is being prepared."""
+    model, small = load(TINY), load(TINY.replace("hidden=64", "hidden=16"))
+    weights = weight_bytes(model)
+    limit = weight_bytes(small) + int((2.2 if fits else 1.5) * weights)
+    driver = Driver(small, ram=0, memory=limit)
+    driver.engine.load("target", ModelSource(TINY))
+    driver.engine.load("draft", ModelSource(TINY.replace("seed=3", "seed=4")))
+    (box,) = run(driver, replace(asked(0, "target"), draft="draft"))
+    if fits:
+        check_served(driver, asked(0, "target"), box)
+    else:
+        assert isinstance(box.error, OutOfMemory)
     driver.check_idle()
 
 
