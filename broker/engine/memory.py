@@ -49,13 +49,16 @@ class RowMemory:
     def is_granted(self, row: Row) -> bool:
         """Promise a row its memory, if it is to be had now.
 
-        True also where no row has any and nothing is being written that could leave the cache then:
-        waiting would change nothing, so `require` has to say so.
+        True also where no row has any, nothing is being written that could leave the cache then or
+        read for who is over: waiting would change nothing, so `require` has to say so. Before
+        that what is pinned may go.
         """
         try:
             self.require(row)
         except OutOfMemory:
-            return not self._rows and not self._cache.is_writing
+            if self._rows or self._cache.is_writing or self.ledger.used(Purpose.RESTORES):
+                return False
+            return not self._cache.unpin_all() or self.is_granted(row)
         except Exception:  # while room was made: `require` meets it again, for this row alone
             return True
         return True

@@ -89,6 +89,7 @@ class Opening:
             self._endings.guarded(row, self._open, restoration=restoration)
         else:
             self._keep(restoration, row)
+            self._scheduler.memory_changed()
 
     def _keep(self, restoration: Restoration, row: Row) -> None:
         """Make what was read resident although nobody waits for it any more."""
