@@ -216,9 +216,9 @@ class Broker:
     async def pin(self, seconds: float, *, agent: str, swarm: str = "", tenant: str = "") -> int:
         """Keep in memory what an agent said last, for a pause of about so many seconds.
 
-        Lasts until `unpin`, and twice as long at most. Returns how many tokens are kept, 0 if
-        memory has none. Raises `CacheError` where half of the cache would be pinned, and
-        `InvalidRequest`.
+        Lasts until `unpin`, and twice as long at most; where nothing runs and a request needs that
+        memory, no longer. Returns how many tokens are kept, 0 if memory has none. Raises
+        `CacheError` where half of the cache would be pinned, and `InvalidRequest`.
         """
         check_range("seconds", seconds, 0.0, MAX_PINNED, open_low=True)
         party = _party(agent, swarm, tenant)

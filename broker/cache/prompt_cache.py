@@ -346,6 +346,10 @@ class PromptCache:
         self._settle()
         return self._steering.unpin(self._peek(namespace), tokens)
 
+    def unpin_all(self) -> bool:
+        """Let all pins end; whether there were any."""
+        return self._steering.unpin_all()
+
     def prioritise(self, tokens: TokenSource, priority: int, namespace: str = "") -> int:
         """Keep what is stored of `tokens` until all of a lower priority (0 unless raised) has left.
 

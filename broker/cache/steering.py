@@ -42,6 +42,14 @@ class Steering:
         space.tree.unpin(node)
         return node.stop
 
+    def unpin_all(self) -> bool:
+        """Let all pins end; whether there were any."""
+        trees = [space.tree for space in self._spaces.values()]
+        pinned = [(tree, node) for tree in trees for node in tree.pinned_nodes()]
+        for tree, node in pinned:
+            tree.unpin(node)
+        return bool(pinned)
+
     def prioritise(self, space: Space, wanted: Tokens, priority: int) -> int:
         """Let what is stored of a prompt leave later; see `PromptCache.prioritise`."""
         node = self._usable(space, wanted)

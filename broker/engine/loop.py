@@ -174,7 +174,8 @@ class EngineLoop:
         try:
             self._require_room()
             # A draft may have to be loaded, for which this model is not to go.
-            with self.roster.held(submission.request.model) as served:
+            request = submission.request
+            with self.roster.held(request.model) as served:
                 row = served.row_for(submission)
                 self._memory.require_possible(row)
             if row.deadline is not None and row.deadline <= self._recorder.now():
@@ -185,7 +186,6 @@ class EngineLoop:
         self._rows[row.id] = row
         if self._cold is not None:
             self._cold.models[row.namespace] = served.model.name
-        request = row.request
         self._recorder.note(
             events.Queued,
             submitted=row.submitted,

@@ -50,13 +50,15 @@ class RowMemory:
         """Promise a row its memory, if it is to be had now.
 
         True also where no row has any, nothing is being written that could leave the cache then,
-        and nothing read: waiting would change nothing, so `require` has to say so.
+        and nothing read: waiting would change nothing, so `require` has to say so. Before that what
+        is pinned may go.
         """
         try:
             self.require(row)
         except OutOfMemory:
-            is_moving = self._cache.is_writing or self._cache.is_reading
-            return not self._rows and not is_moving
+            if self._rows or self._cache.is_writing or self._cache.is_reading:
+                return False
+            return not self._cache.unpin_all() or self.is_granted(row)
         except Exception:  # while room was made: `require` meets it again, for this row alone
             return True
         return True

@@ -34,6 +34,7 @@ class Relief:
         self._endings = endings
         self._cache = cache
         self._recorder = recorder
+        self._granted: Row | None = None
         self._watch = MemoryWatch(
             MemoryProbe(),
             Measures(empty_pool, cache.shrink, self.preempt),
@@ -51,8 +52,15 @@ class Relief:
         return self._watch.statistics(wired_limit)
 
     def may_run(self, request: RequestId) -> bool:
-        """Whether a request may run now. Under memory pressure nobody starts beside others."""
+        """Whether a request may run now. Under memory pressure nobody starts beside others.
+
+        Who may has its memory from now on. Who had before it, but has not started, gives that back:
+        else two who wait for each other could have what the other lacks.
+        """
         row = self._rows[request]
+        before, self._granted = self._granted, row
+        if before is not None and before is not row and before.admitted is None:
+            self._memory.release(before)
         if self._watch.pauses and row.memory is None:
             if any(each.memory is not None for each in self._rows.values()):
                 return False

@@ -70,13 +70,13 @@ class Scheduler:
     """Decides on the next piece of work; told what became of it.
 
     `known` is how many tokens of a prompt memory has now. `has_memory(request)` says whether a
-    request may run now. If not, it stays the next of its priority and those behind it wait as well,
-    so that nobody is overtaken for ever. `clock` is what deadlines and aging go by.
-    `computed(request)` are the tokens that a decoding row of a lane that donates could store.
-    `may_start(request)` is asked before: who may not is passed over, and nobody waits for it.
-    `shortage(request)` are the bytes that it lacks then, infinite if no row can help it, and
-    `promised(request)` those that a row would give back. A row has its place for `slice_tokens`
-    before others of its priority get it.
+    request may run now, and keeps memory for it until it is asked for another one. If not, it stays
+    the next of its priority and those behind it wait as well, so that nobody is overtaken for ever.
+    `clock` is what deadlines and aging go by. `computed(request)` are the tokens that a decoding
+    row of a lane that donates could store. `may_start(request)` is asked before: who may not is
+    passed over, and nobody waits for it. `shortage(request)` are the bytes that it lacks then,
+    infinite if no row can help it, and `promised(request)` those that a row would give back. A row
+    has its place for `slice_tokens` before others of its priority get it.
     """
 
     def __init__(

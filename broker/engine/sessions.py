@@ -85,6 +85,8 @@ class Sessions:
         now = self._clock()
         if now >= self._looks_again_at:
             self._look(now)
+        if self._agreed is not None and self._agreed[0] == request:
+            return True
         session = turn.session
         if self._is_full and session not in self._admitted and session is not self._heir:
             self._wait(turn, now)

@@ -178,11 +178,7 @@ class FakeEngine:
         match work:
             case Admit(request):
                 self.sessions.started(request)
-                prompt, namespace = self.prompts[request]
-                alternatives = self.alternatives[request]
-                found = self.known(prompt, namespace, alternatives) if namespace else 0
-                self.positions[request] = found
-                self.scheduler.admitted(request, self.positions[request])
+                self.admit(request)
             case Prefill(parts):
                 for part in parts:
                     self._prefill(*part)
@@ -205,6 +201,14 @@ class FakeEngine:
         while self.turn() is not None:
             pass
         assert not self.prompts, f"left behind: {list(self.prompts)}"
+
+    def admit(self, request: RequestId) -> None:
+        """Give a request a row and what memory has of its prompt."""
+        prompt, namespace = self.prompts[request]
+        alternatives = self.alternatives[request]
+        found = self.known(prompt, namespace, alternatives) if namespace else 0
+        self.positions[request] = found
+        self.scheduler.admitted(request, self.positions[request])
 
     def preempt(self, request: RequestId) -> None:
         """Take a request that runs from its row; what it computed is kept."""

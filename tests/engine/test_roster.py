@@ -265,6 +265,23 @@ def test_models_that_nobody_uses_make_room_for_one_that_is_asked_for() -> None:
     driver.check_idle()
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_draft_never_takes_the_place_of_the_model_that_it_is_for(fits: bool) -> None:
+    """Neither has an open request while the first one for both is being prepared."""
+    model, small = load(TINY), load(TINY.replace("hidden=64", "hidden=16"))
+    weights = weight_bytes(model)
+    limit = weight_bytes(small) + int((2.2 if fits else 1.5) * weights)
+    driver = Driver(small, ram=0, memory=limit)
+    driver.engine.load("target", ModelSource(TINY))
+    driver.engine.load("draft", ModelSource(TINY.replace("seed=3", "seed=4")))
+    (box,) = run(driver, replace(asked(0, "target"), draft="draft"))
+    if fits:
+        check_served(driver, asked(0, "target"), box)
+    else:
+        assert isinstance(box.error, OutOfMemory)
+    driver.check_idle()
+
+
 def test_a_step_that_fails_ends_the_rows_of_its_model_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

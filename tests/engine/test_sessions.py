@@ -309,3 +309,27 @@ def test_ten_thousand_short_sessions_leave_no_entry() -> None:
     assert not sessions._table
     assert not sessions._returning
     sessions.check_integrity()
+
+
+def test_who_may_start_is_not_worked_out_again_until_something_changes() -> None:
+    """Asked for anew at every look while it waits for memory."""
+    asked: list[int] = []
+
+    def recompute(tokens: int) -> float:
+        asked.append(tokens)
+        return 0.0
+
+    sessions = Sessions(1000.0, lambda: 0.0, recompute)
+    for number in range(100):
+        request = R(f"r{number}")
+        tokens = np.full(10, number, np.uint32)
+        sessions.arrived(request, Party(agent=f"a{number}"), Trail.of("", tokens, 0))
+        assert sessions.may_start(request)
+        sessions.started(request)
+        sessions.ended(request, Trail.of("", tokens, 0))
+    new = R("new")
+    sessions.arrived(new, Party(agent="new"), Trail.of("", np.full(10, 1000, np.uint32), 0))
+    assert sessions.may_start(new)
+    asked.clear()
+    assert all(sessions.may_start(new) for _ in range(50))
+    assert not asked
