@@ -20,6 +20,7 @@ from .engine.thread import EngineThread
 from .errors import (
     BrokerClosed,
     EngineFailed,
+    InvalidRequest,
     InvalidSetting,
     ModelNotFound,
     ModelUnreadable,
@@ -73,7 +74,7 @@ class Broker:
 
     def __init__(
         self,
-        model: str,
+        model: str | os.PathLike[str],
         *,
         ram: int | str = "2GiB",
         memory: int | str | None = None,
@@ -102,8 +103,10 @@ class Broker:
         idle = 1.0 if idle_unload is None else idle_unload
         if not is_number(idle) or not 0 < idle < math.inf:
             raise InvalidSetting(f"idle_unload is {idle_unload!r}; it must be seconds, more than 0")
+        if not isinstance(wired, bool):
+            raise InvalidSetting(f"wired is {wired!r}; it must be True or False")
         require_mlx()
-        self._model = model
+        self._model = os.fspath(model) if isinstance(model, os.PathLike) else model
         self._idle_unload = idle_unload
         self._draft_tokens = draft_tokens
         self._dtype = dtype
@@ -145,7 +148,11 @@ class Broker:
         raise EngineFailed("a request ended without saying how")
 
     async def load(
-        self, model: str, *, name: str | None = None, dtype: str | None = None
+        self,
+        model: str | os.PathLike[str],
+        *,
+        name: str | None = None,
+        dtype: str | None = None,
     ) -> ModelInfo:
         """Put one more model into service; requests name it as `Request(model=name)`.
 
@@ -154,7 +161,9 @@ class Broker:
         way first, then models that nobody uses. Raises `OutOfMemory` where that is not enough,
         `InvalidRequest` for a name that is taken, and `ModelError` for what cannot be loaded.
         """
-        return await self._add(name or str(model), model, dtype, "")
+        spec = os.fspath(model) if isinstance(model, os.PathLike) else model
+        check_text("model", spec)
+        return await self._add(name or spec, spec, dtype, "")
 
     async def load_adapter(
         self, folder: str | os.PathLike[str], *, name: str, base: str = ""
@@ -165,11 +174,13 @@ class Broker:
         What was computed with an adapter is found by its content: another adapter under the same
         name shares nothing with it. Raises as `load` does.
         """
+        check_text("base", base)
         return await self._add(name, str(folder), None, base or self.model_name)
 
     async def alias(self, name: str, existing: str) -> ModelInfo:
         """Give a model one more name. Raises `InvalidRequest` for one that is taken."""
         check_text("name", name)
+        check_text("existing", existing)
         info = await self._running().call(lambda engine: engine.alias(name, existing))
         self._texts[name] = self._texts[info.name]
         return info
@@ -180,6 +191,7 @@ class Broker:
         Raises `ModelNotFound`, `ModelBusy` while requests to it are open, and `InvalidRequest` for
         the first model.
         """
+        check_text("name", name)
         gone = await self._running().call(lambda engine: engine.unload(name))
         for each in gone:
             self._texts.pop(each, None)
@@ -219,6 +231,8 @@ class Broker:
         """
         check_range("seconds", seconds, 0.0, MAX_PINNED, open_low=True)
         party = _party(agent, swarm, tenant)
+        if not agent:
+            raise InvalidRequest("agent is empty; a pin keeps what one agent said last")
         return await self._running().call(lambda engine: engine.sessions.pin(party, seconds))
 
     def unpin(self, *, agent: str, swarm: str = "", tenant: str = "") -> None:
@@ -284,9 +298,11 @@ class Broker:
     def _text_of(self, model: str) -> "LoadedModel":
         """A model, for its tokenizer and chat template: these may be used in any thread."""
         self._running()
+        check_text("model", model)
         name = model or self.model_name
         if name not in self._texts:
-            raise ModelNotFound(f"no model {name!r} is loaded; there are {', '.join(self._texts)}")
+            known = ", ".join(map(repr, self._texts))
+            raise ModelNotFound(f"no model {name!r} is loaded; there are {known}")
         return self._texts[name]
 
     async def _add(self, name: str, spec: str, dtype: str | None, base: str) -> ModelInfo:
