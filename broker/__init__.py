@@ -1,4 +1,4 @@
-"""The broker: one process, one model, one prompt cache, many agents.
+"""The broker: one process, one prompt cache, one model or several, many agents.
 
 The names below are the public ones. Importing this package neither imports MLX nor starts anything.
 """
@@ -23,7 +23,9 @@ from .errors import ModelNotFound as ModelNotFound
 from .errors import ModelUnreadable as ModelUnreadable
 from .errors import OutOfMemory as OutOfMemory
 from .errors import QueueFull as QueueFull
+from .errors import SwarmClosed as SwarmClosed
 from .errors import SwarmError as SwarmError
+from .errors import TraceError as TraceError
 from .errors import UnsupportedCacheKind as UnsupportedCacheKind
 from .request import Completed as Completed
 from .request import Delta as Delta

@@ -20,6 +20,7 @@ from .engine.thread import EngineThread
 from .errors import (
     BrokerClosed,
     EngineFailed,
+    InvalidRequest,
     InvalidSetting,
     ModelNotFound,
     ModelUnreadable,
@@ -74,7 +75,7 @@ class Broker:
 
     def __init__(
         self,
-        model: str,
+        model: str | os.PathLike[str],
         *,
         ram: int | str = "2GiB",
         memory: int | str | None = None,
@@ -103,8 +104,10 @@ class Broker:
         idle = 1.0 if idle_unload is None else idle_unload
         if not is_number(idle) or not 0 < idle < math.inf:
             raise InvalidSetting(f"idle_unload is {idle_unload!r}; it must be seconds, more than 0")
+        if not isinstance(wired, bool):
+            raise InvalidSetting(f"wired is {wired!r}; it must be True or False")
         require_mlx()
-        self._model = model
+        self._model = os.fspath(model) if isinstance(model, os.PathLike) else model
         self._idle_unload = idle_unload
         self._draft_tokens = draft_tokens
         self._dtype = dtype
@@ -168,6 +171,7 @@ class Broker:
         What was computed with an adapter is found by its content: another adapter under the same
         name shares nothing with it. Raises as `load` does.
         """
+        check_text("base", base)
         return await self._add(name, str(folder), None, base or self.model_name)
 
     async def alias(self, name: str, existing: str) -> ModelInfo:
@@ -222,6 +226,8 @@ class Broker:
         """
         check_range("seconds", seconds, 0.0, MAX_PINNED, open_low=True)
         party = _party(agent, swarm, tenant)
+        if not agent:
+            raise InvalidRequest("agent is empty; a pin keeps what one agent said last")
         return await self._running().call(lambda engine: engine.sessions.pin(party, seconds))
 
     def unpin(self, *, agent: str, swarm: str = "", tenant: str = "") -> None:

@@ -27,6 +27,9 @@ class Grammar(Struct, frozen=True, kw_only=True):
     lists strings, one of which comes out; `lark` is a grammar in llguidance's dialect of Lark, in
     which `<|name|>` is a special token and `%json {...}` a schema: the form for tool calls. An
     output ends as soon as nothing more can follow.
+
+    JSON may have any white space between its parts; with `"x-guidance": {"whitespace_flexible":
+    False}` in a schema it has none.
     """
 
     json_schema: Mapping[str, Any] | str | None = None

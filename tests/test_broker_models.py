@@ -138,6 +138,38 @@ def test_idle_unload_is_a_number_of_seconds(seconds: float) -> None:
         tiny(idle_unload=seconds)
 
 
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda broker: broker.load(3), "model is 3; it must be text"),
+        (lambda broker: broker.load(OTHER, name=3), "name is 3; it must be text"),
+        (lambda broker: broker.load_adapter("folder", name="a", base=[]), "base is \\[\\]"),
+        (lambda broker: broker.alias("a", []), "existing is \\[\\]; it must be text"),
+        (lambda broker: broker.unload([]), "name is \\[\\]; it must be text"),
+        (lambda broker: broker.encode("text", model=[]), "model is \\[\\]; it must be text"),
+        (lambda broker: broker.pin(1.0, agent=""), "agent is empty"),
+    ],
+)
+async def test_what_names_nothing_is_refused_before_anything_happens(
+    call: Callable[[Broker], Awaitable[object]], reason: str
+) -> None:
+    async with tiny() as broker:
+        with pytest.raises(InvalidRequest, match=reason):
+            await call(broker)
+        assert [info.aliases for info in await broker.models()] == [()]
+
+
+def test_wired_is_yes_or_no() -> None:
+    with pytest.raises(InvalidSetting, match="wired is 'no'; it must be True or False"):
+        tiny(wired="no")
+
+
+async def test_a_folder_may_be_a_path(tmp_path: Path) -> None:
+    async with tiny() as broker:
+        with pytest.raises(ModelError, match=str(tmp_path)):
+            await broker.load(tmp_path)
+
+
 async def test_agents_of_one_swarm_may_run_on_different_models(tmp_path: Path) -> None:
     write_adapter(tmp_path, load(TINY).model, seed=1)
     async with tiny() as broker:

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from mlx_swarm.broker.models import load
+from tests.models.tiny_adapter import write_adapter
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MODEL = "synthetic:llama?layers=2&context=2048&tokenizer=smollm2-135m"
 
@@ -51,3 +54,34 @@ def test_summarize_folder_has_help() -> None:
     done = run("summarize_folder.py", "--help")
     assert done.returncode == 0
     assert "FOLDER" in done.stdout
+
+
+def test_several_models(tmp_path: Path) -> None:
+    folder = str(write_adapter(tmp_path, load(MODEL).model))
+    models = ["--model", MODEL, "--adapter", folder, "--draft", MODEL]
+    done = run("several_models.py", "What is a harbour?", *models)
+    assert done.returncode == 0, done.stderr
+    *answers, weights, proposed = done.stdout.splitlines()
+    said = dict(line.split(": ", 1) for line in answers)
+    assert said.keys() == {"the model", folder, "with a draft"}
+    assert said["the model"] == said["with a draft"] != said[folder]
+    assert weights.endswith("bytes of weights in memory")
+    accepted, _, drafted, *_ = proposed.split()
+    assert 0 < int(accepted) <= int(drafted)
+
+
+def test_several_models_says_what_is_wrong(tmp_path: Path) -> None:
+    done = run("several_models.py", "Why?", "--model", MODEL, "--adapter", str(tmp_path))
+    assert done.returncode == 1
+    assert "has no adapter_config.json" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_agents_with_tools() -> None:
+    done = run("agents_with_tools.py", MODEL)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert {line.split(":")[0] for line in lines} == {"North", "South", "West"}
+    for line in lines:
+        cached, _, kept, *_ = line.rsplit("(", 1)[1].split()
+        assert int(kept) - 2 <= int(cached) <= int(kept)

@@ -34,7 +34,7 @@ def require_draft(
     """Raise `InvalidRequest` unless the draft of that name can serve a request to `model`."""
     draft = drafts.get(name)
     if draft is None:
-        known = ", ".join(drafts) or "none"
+        known = ", ".join(map(repr, drafts)) or "none"
         raise InvalidRequest(
             f"no draft model {name!r} is loaded for {model.name}; there are: {known}"
         )

@@ -38,6 +38,11 @@ class Trail(NamedTuple):
     def __len__(self) -> int:
         return len(self.key) // ORDERED.itemsize
 
+    @property
+    def prompt_bytes(self) -> int:
+        """Bytes of the tokens that are there, with nothing shared."""
+        return self.fixed + self.per_token * len(self)
+
     def bytes_beyond(self, shared: int) -> int:
         """Bytes of all but the first `shared` tokens."""
         return self.fixed + self.per_token * (len(self) - shared + self.more)

@@ -174,7 +174,8 @@ class Roster:
         leaving = [entry, *self._adapters_of(entry)]
         for each in leaving:
             if count := self._requests(each):
-                raise ModelBusy(f"{each.names[0]!r} has {count:,} open requests")
+                requests = "request" if count == 1 else "requests"
+                raise ModelBusy(f"{each.names[0]!r} has {count:,} open {requests}")
         for each in reversed(leaving):
             self._let_go(each, "asked")
         names = [known for each in leaving for known in each.names]

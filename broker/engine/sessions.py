@@ -12,7 +12,9 @@ back in such a time. Who waits takes the places of those whose time is over. Who
 `AGING_SECONDS` takes, one after the other, those of the sessions that have had most service since
 they were admitted, as often as the recomputing stays a small part; until there is room for it, who
 leaves it none does not start. Where the conversation of an admitted session grows beyond the
-budget, those make room that have least to lose.
+budget, those make room that have least to lose. A prompt that would not fit if it had all of the
+budget cannot be kept, whoever waits for it: it is none of these, and starts like a request without
+an agent.
 """
 
 import math
@@ -73,6 +75,8 @@ class Sessions:
 
     def arrived(self, request: RequestId, party: Party, trail: Trail, priority: int = 0) -> None:
         """A request was queued, whose prompt and longest output are `trail`."""
+        if trail.prompt_bytes > self.budget:
+            return
         session = self._table.setdefault(party, Session(party, self._clock()))
         self._turns[request] = session.turns[request] = Turn(request, session, trail, priority)
         self._changed()

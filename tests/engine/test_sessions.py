@@ -289,10 +289,30 @@ def test_a_pinned_session_keeps_its_place_but_from_who_has_waited_long() -> None
     assert sessions.may_start(R("new"))
 
 
-def test_a_session_that_is_too_large_runs_alone() -> None:
+def test_a_session_whose_output_may_be_too_large_runs_alone() -> None:
     fake = engine(20)
-    plans = [Plan(0, (50, 10), 0.1), *(Plan(0, (3, 3, 3, 3), 0.1) for _ in range(5))]
+    plans = [
+        Plan(0, (15, 1), 0.1, output=30),
+        *(Plan(0, (3, 3, 3, 3), 0.1) for _ in range(5)),
+    ]
     Conversations(fake, plans).run()
+
+
+def test_a_prompt_that_cannot_be_kept_waits_for_nobody_and_nobody_for_it() -> None:
+    sessions, _ = policy(20)
+    for number, length in enumerate([15, 21, 40, 30]):
+        sessions.arrived(R(str(number)), party(number), trail(number, length))
+        assert sessions.may_start(R(str(number)))
+        sessions.started(R(str(number)))
+        sessions.check_integrity()
+    sessions.arrived(R("small"), party(9), trail(9, 15))
+    assert not sessions.may_start(R("small"))
+    sessions.ended(R("0"), trail(0, 15), 15, math.inf)
+    assert sessions.may_start(R("small"))
+    for number in (1, 2, 3):
+        assert sessions.ended(R(str(number)), trail(number, 10), 10, 3.0) == 3.0
+    assert sessions.statistics().waiting == 1
+    sessions.check_integrity()
 
 
 def test_ten_thousand_short_sessions_leave_no_entry() -> None:

@@ -322,7 +322,7 @@ REFUSED = {
 def test_a_draft_that_cannot_serve_is_refused_with_names_and_sizes(name: str) -> None:
     models = {each: model_of(spec) for each, (spec, _) in REFUSED.items()}
     driver = SerialDriver(model_of("itself"), models)
-    message = REFUSED[name][1] if name in REFUSED else "'other' is loaded .*: small, state, short"
+    message = REFUSED[name][1] if name in REFUSED else "'other' is loaded .*: 'small', 'state'"
     with pytest.raises(InvalidRequest, match=message) as caught:
         driver.row(Request(tokens=PROMPT[:95], max_tokens=9, draft=name))
     assert isinstance(caught.value, ContextOverflow) == (name == "short")
