@@ -455,8 +455,8 @@ class Scheduler:
             entry.start()
             self._admissions += 1
             entry.number, entry.fresh = self._admissions, 0.0
-            waiting = self._pending.claims
-            entry.is_guarded |= any(each.priority > entry.priority for each in waiting)
+            highest = self._pending.highest
+            entry.is_guarded |= highest is not None and highest > entry.priority
 
     def _charge(self, entry: Entry, position: int) -> None:
         """Prompt tokens up to `position` were computed. What several wait for they pay together."""
