@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import mlx.core as mx
+import numpy as np
 
 Partial = tuple[mx.array, mx.array]
 """`out` and its log-sum-exp, float32; they agree in all axes but the last, which is 1 in the other.
@@ -114,4 +115,7 @@ def _unit(scale: float) -> float:
 
 @lru_cache(maxsize=256)
 def _ones(count: int) -> mx.array:
-    return mx.ones((count, 1))
+    """Kept for all threads of the process, so it is data, and no operation of one of them that may
+    never be computed there.
+    """
+    return mx.array(np.ones((count, 1), np.float32))

@@ -12,7 +12,7 @@ from mlx_lm.utils import load_config, load_model, load_tokenizer
 
 from ..errors import ModelUnreadable
 from .gguf_config import SOURCE
-from .identity import WEIGHT_FILES, identity_of
+from .identity import WEIGHT_FILES, facts_of, identity_of
 from .loaded import LoadedModel
 from .progress import Progress, ReportProgress
 from .reasons import reason_of
@@ -37,6 +37,7 @@ def load_directory(
     """The model in `folder`; raises `ModelUnreadable` if it is incomplete, broken or not
     supported."""
     check_complete(folder)
+    before = facts_of(folder)
     progress(Progress("loading", 0, 1))
     with ThreadPoolExecutor(1) as pool:
         # Reading the tokenizer is Python's work, and takes as long as reading the weights.
@@ -44,6 +45,8 @@ def load_directory(
         model, config, computes_in = _read_model(folder, dtype)
         tokenizer = reading.result()
     identity = identity_of(folder, computes_in, cache, progress)
+    if facts_of(folder) != before:
+        raise ModelUnreadable(f"{folder} was changed while it was being loaded; load it again")
     progress(Progress("loading", 1, 1))
     return LoadedModel(
         name=name,

@@ -1,7 +1,8 @@
 """Who a model is, so that KV of one is never used with another. No MLX.
 
-Content is hashed once: digests are kept in the cache folder and hold as long as a file's size, time
-of change and inode do. Files of a hub snapshot that are named by their sha256 are not read at all.
+Content is hashed once: digests are kept in the cache folder and hold as long as a file's size,
+inode and times of change do, also the one that nobody can set back. Files of a hub snapshot that
+are named by their sha256 are not read at all.
 """
 
 import hashlib
@@ -55,6 +56,7 @@ class FileStamp(Struct, frozen=True):
 
     size: int
     modified_ns: int
+    changed_ns: int
     inode: int
     sha256: str
 
@@ -74,15 +76,18 @@ def digest_of(parts: Sequence[str]) -> str:
 
 def identity_of(folder: Path, dtype: str, cache: Path, progress: ReportProgress) -> ModelIdentity:
     """The identity of a model directory that computes in `dtype`."""
-    weights = sorted(folder.glob(WEIGHT_FILES))
-    tokenizer = sorted({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)})
-    config = [folder / "config.json"]
+    config, tokenizer, weights = _files(folder)
     digests = file_digests([*config, *tokenizer, *weights], cache, progress)
 
     def together(paths: Sequence[Path]) -> str:
         return digest_of([text for path in paths for text in (path.name, digests[path])])
 
     return ModelIdentity(together(config), together(tokenizer), together(weights), dtype)
+
+
+def facts_of(folder: Path) -> dict[Path, FileStamp]:
+    """What can be seen of a model directory's files without reading them; changes when they do."""
+    return {path: _facts(path) for paths in _files(folder) for path in paths}
 
 
 def file_digests(paths: Sequence[Path], cache: Path, progress: ReportProgress) -> dict[Path, str]:
@@ -105,6 +110,17 @@ def file_digests(paths: Sequence[Path], cache: Path, progress: ReportProgress) -
     return {path: stamps[str(path)].sha256 for path in paths}
 
 
+def _files(folder: Path) -> tuple[list[Path], list[Path], list[Path]]:
+    """Configuration, tokenizer and weights."""
+    tokenizer = sorted({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)})
+    return [folder / "config.json"], tokenizer, sorted(folder.glob(WEIGHT_FILES))
+
+
+def _facts(path: Path) -> FileStamp:
+    facts = path.stat()
+    return FileStamp(facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino, "")
+
+
 def _kept(path: Path) -> dict[str, FileStamp]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, FileStamp])
@@ -119,15 +135,13 @@ def _stamps(
     done = 0
     stamps = {}
     for path in paths:
-        facts = path.stat()
-        known = kept.get(str(path))
-        fresh = FileStamp(facts.st_size, facts.st_mtime_ns, facts.st_ino, "")
+        fresh, known = _facts(path), kept.get(str(path))
         if known is not None and msgspec.structs.replace(known, sha256="") == fresh:
             sha256 = known.sha256
         else:
             sha256 = _named_by_content(path) or _hash(path, done, total, progress)
         stamps[str(path)] = msgspec.structs.replace(fresh, sha256=sha256)
-        done += facts.st_size
+        done += fresh.size
     return stamps
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import sys
+import threading
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from mlx_swarm.broker.cache.extents import Extent
 from mlx_swarm.broker.cache.segments import KVHandle, Segment
 from mlx_swarm.broker.engine import attention
 from mlx_swarm.broker.engine.attention import STOCK, attend, merge_partials, partial_attention
+from mlx_swarm.broker.engine.partials import weights_of
 from mlx_swarm.broker.engine.self_test import SelfTest, self_test
 from tests.engine.tiny_models import CONFIGS, VOCABULARY, tiny_model
 
@@ -356,3 +358,22 @@ def _greedy(model: Any, tokens: Sequence[int], caches: list[Any], count: int = 8
 
 def _checksums(extent: Extent) -> list[str]:
     return [hashlib.sha256(np.array(b).tobytes()).hexdigest() for b in extent.buffers]
+
+
+def test_what_one_thread_built_and_never_computed_does_not_fail_in_the_next() -> None:
+    """The last layer's attention of a prompt is such: nothing but its KV is computed."""
+    count = 1_237  # nobody else's
+    sums: list[float] = []
+    mx.eval(mx.zeros(1) + 1)  # MLX's first stream is for all threads
+
+    def build(compute: bool) -> None:
+        logits = mx.zeros((1, count))
+        _, total = weights_of(logits, mx.zeros((1, 1)))
+        if compute:
+            sums.append(total.item())  # type: ignore[arg-type]
+
+    for compute in (False, True):
+        thread = threading.Thread(target=build, args=(compute,))
+        thread.start()
+        thread.join()
+    assert sums == [count]

@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.constants
 import mlx.core as mx
@@ -13,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import save_config, save_model
 
 from mlx_swarm.broker.errors import InvalidRequest, ModelError, ModelNotFound, ModelUnreadable
-from mlx_swarm.broker.models import LoadedModel, load
+from mlx_swarm.broker.models import LoadedModel, directory, load
 from mlx_swarm.broker.models.progress import Progress
 from mlx_swarm.broker.request import Message
 
@@ -183,3 +184,20 @@ def test_a_hub_id_is_served_from_the_hub_cache(
     (hub / "models--someone--tiny" / "refs").mkdir()
     (hub / "models--someone--tiny" / "refs" / "main").write_text(revision)
     assert load("someone/tiny", cache_dir=tmp_path / "cache").name == "someone/tiny"
+
+
+def test_a_directory_that_changes_while_it_is_loaded_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights may be the old ones, and its digests the new ones'."""
+    read = directory.read_tokenizer
+
+    def read_and_replace(where: Path) -> Any:
+        shutil.copy(where / "config.json", where / "copy")
+        (where / "copy").replace(where / "config.json")
+        return read(where)
+
+    monkeypatch.setattr(directory, "read_tokenizer", read_and_replace)
+    refused(folder, "was changed while it was being loaded; load it again", tmp_path)
+    monkeypatch.undo()
+    assert load(str(folder), cache_dir=tmp_path / "cache").name == "tiny"

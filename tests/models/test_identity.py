@@ -1,5 +1,6 @@
 """Digests: what they depend on, and that content is read once."""
 
+import os
 from hashlib import sha256
 from pathlib import Path
 
@@ -116,3 +117,13 @@ def test_a_model_without_an_adapter_keeps_the_namespace_of_its_cold_files() -> N
 
 def test_parts_do_not_run_into_each_other() -> None:
     assert digest_of(["ab", "c"]) != digest_of(["a", "bc"])
+
+
+def test_a_time_that_was_set_back_hides_no_change(model: Path, tmp_path: Path) -> None:
+    weights = model / "model.safetensors"
+    before, facts = file_digests([weights], tmp_path, Reads()), weights.stat()
+    with weights.open("r+") as file:
+        file.write("CONTENT")
+    os.utime(weights, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    assert weights.stat().st_mtime_ns == facts.st_mtime_ns
+    assert file_digests([weights], tmp_path, Reads()) != before
