@@ -75,7 +75,7 @@ class Endings:
         reason = "stop" if row.text.stopped and reason == "length" else reason
         if rest:
             row.mailbox.put(Delta(row.id, rest, ()))
-        kept = row.lane.keep(row)
+        kept = _keep(row)
         self._retire(row, kept)
         if reason == "cancelled":
             self._recorder.note(
@@ -92,7 +92,7 @@ class Endings:
 
     def expire(self, row: Row) -> None:
         """The way out for a request past its deadline: an error, but what it computed is kept."""
-        kept = row.lane.keep(row)
+        kept = _keep(row)
         self.fail(row, too_late(row, self._recorder.now()), kept)
 
     def fail(self, row: Row, error: Exception, kept: int = 0) -> None:
@@ -148,6 +148,11 @@ class Endings:
             logprobs=tuple(row.logprobs),
             prompt_logprobs=asked,
         )
+
+
+def _keep(row: Row) -> int:
+    """Take a row out of its lane; how many of its tokens were put, now or when it was preempted."""
+    return row.lane.keep(row) or row.kept
 
 
 def too_late(row: Row, now: float) -> DeadlineExceeded:

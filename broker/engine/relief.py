@@ -83,7 +83,7 @@ class Relief:
         held = row.lane.kv_bytes(len(row.prompt) + len(row.output) - reads, reads)
         self._memory.trim(row, held)
         kept = row.lane.keep(row)
-        row.suspend(self._recorder.now())
+        row.suspend(self._recorder.now(), kept)
         self._memory.release(row)
         self._recorder.note(
             events.Preempted,

@@ -41,7 +41,8 @@ class Row:
     `lane` is where it runs; `ends` are the tokens that end its output and are no text. `sequence`
     are the tokens to compute before its next output: the prompt, and what the row had answered when
     it was last preempted. `position` counts those of them whose KV is there, in `caches`, in the
-    batch, or only in the lease; `stored` those that were put; `reached` how many there ever were.
+    batch, or only in the lease; `stored` those that were put; `reached` how many there ever were;
+    `kept` those that were put when it was preempted, until it goes on.
     Times are on the recorder's clock.
     """
 
@@ -84,6 +85,7 @@ class Row:
         self.position = 0
         self.stored = 0
         self.reached = 0
+        self.kept = 0
         self.opened = False
         self.ram_tokens = 0
         self.cold_tokens = 0
@@ -146,7 +148,7 @@ class Row:
         """Begin, or go on, with what the cache has. Of the prompt counts as cached what nothing was
         known of before.
         """
-        self.opened, self.lease = True, lease
+        self.opened, self.lease, self.kept = True, lease, 0
         if lease is None:
             return
         self.position = self.stored = self._begun_at = lease.length
@@ -155,8 +157,11 @@ class Row:
         self.ram_tokens += max(0, found - self.reached) - cold
         self.cold_tokens += cold
 
-    def suspend(self, now: float) -> None:
-        """Give up the lane, which has let go of the row, to go on later where it is now."""
+    def suspend(self, now: float, kept: int) -> None:
+        """Give up the lane, which has let go of the row and kept so many tokens, to go on later
+        where it is now.
+        """
+        self.kept = kept
         self._spent = self._costs(now)
         self.sequence = np.concatenate([self.prompt, np.array(self.output, self.prompt.dtype)])
         # A decode step forwards the last one, and does so again.

@@ -22,8 +22,9 @@ class Turns:
         self._prefilling = prefilling
         self._decoding = decoding
         self._reach = reach
-        # Lanes whose turn in this round of decode steps is still to come, and how much of a chunk
-        # was computed since the last round.
+        # All lanes of this round of decode steps, those whose turn is still to come, the next one
+        # last, and how much of a chunk was computed since the last round.
+        self._lanes: dict[LanePolicy, None] = {}
         self._round: list[LanePolicy] = []
         self._spent = 0.0
 
@@ -34,7 +35,11 @@ class Turns:
         if parts := self._parts():
             return Prefill(tuple(parts))
         self._spent = 0.0
-        self._round = list({entry.lane: None for entry in self._decoding})
+        # Whoever comes or goes, a lane is never later in a round than in the one before: else it
+        # would wait for two steps of each other one.
+        decoding = {entry.lane: None for entry in self._decoding}
+        self._lanes = {lane: None for lane in self._lanes if lane in decoding} | decoding
+        self._round = list(reversed(self._lanes))
         return self._step()
 
     def computed(self, entry: Entry, tokens: int) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import threading
+from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +17,11 @@ from mlx_swarm.broker.cache.ssd.reader import Reader
 from mlx_swarm.broker.engine.fairness import Party
 from mlx_swarm.broker.engine.footprints import Trail
 from mlx_swarm.broker.engine.memory import weight_bytes
-from mlx_swarm.broker.engine.work import Admit, Expire, Work
+from mlx_swarm.broker.engine.work import Admit, Decode, Expire, LanePolicy, Prefill, Work
+from mlx_swarm.broker.errors import CacheError
 from mlx_swarm.broker.models import load
 from mlx_swarm.broker.request import RequestId
-from tests.engine.driver import Driver
+from tests.engine.driver import Driver, assert_greedy
 from tests.engine.scheduling import FakeEngine, FakeLane
 from tests.tiny_broker import TINY, check_idle, inside, tiny
 
@@ -307,3 +309,98 @@ def test_with_everything_on_nobody_starves_whatever_arrives(
         if victim not in engine.prompts:
             break
     assert victim not in engine.prompts
+
+
+@pytest.mark.parametrize("end", ["cancelled", "deadline"])
+def test_a_session_that_ends_while_it_is_preempted_keeps_its_place(end: str) -> None:
+    now = [100.0]
+    driver = Driver(load(TINY), max_rows=1, clock=lambda: now[0])
+    deadline = 50.0 if end == "deadline" else None
+    box = driver.submit(asked(5, 40, 60, agent="a", deadline=deadline))
+    driver.decode_all([box], 10)
+    driver.submit(asked(6, 20, 60, priority=1))
+    while not driver.engine.scheduler.statistics().preempted:
+        driver.run(1)
+    if end == "deadline":
+        now[0] += 60.0
+    else:
+        driver.cancel(0)
+    driver.run(1)
+    assert box.over
+    party = Party(agent="a")
+    last = driver.engine.sessions.policy.last(party)
+    assert last is not None
+    assert len(last) >= 40 + len(box.tokens) - 1
+    assert last.tokens.tolist() == [*[5] * 40, *box.tokens][: len(last)]
+    assert driver.engine.sessions.pin(party, 10.0) == len(last)
+    driver.run()
+    driver.check_idle()
+
+
+def test_between_two_steps_of_a_lane_are_one_chunk_and_one_step_of_each_other() -> None:
+    engine = FakeEngine(max_rows=20, prefill_chunk=16)
+    lanes = [FakeLane(20, 16) for _ in range(4)] + [FakeLane(1, 16)]
+    lanes[-1].preempts = False
+    for number, lane in enumerate(lanes[:-1]):
+        engine.submit(f"ends{number}", [50 + number] * 5, lane=lane, output=20 + 7 * number)
+    while len(engine.works(Decode)) < 8:
+        engine.turn()
+    for number, lane in reversed([*enumerate(lanes)]):
+        engine.submit(f"runs{number}", [number] * 5, lane=lane, output=300)
+    while len(engine.works(Decode)) < 8 + 2 * len(lanes):
+        engine.turn()
+    coming = [
+        engine.submit(f"comes{number}{size}", [100 + number] * size, lane=lane, output=300)
+        for number, lane in enumerate(lanes[:-1])
+        for size in (10, 200)
+    ]
+    since: dict[LanePolicy, list[int]] = {lane: [0, 0] for lane in lanes}
+    while any(engine.decoded[request] < 3 for request in coming):
+        work = engine.turn()
+        for gap in since.values():
+            if isinstance(work, Prefill):
+                gap[0] += sum(part.stop - part.start for part in work.parts)
+            gap[1] += isinstance(work, Decode)
+        if isinstance(work, Decode):
+            assert since[work.lane][0] <= 16
+            assert since[work.lane][1] <= len(lanes)
+            since[work.lane] = [0, 0]
+    assert all(f"runs{number}" in engine.prompts for number in range(len(lanes)))
+    engine.drain()
+
+
+@pytest.mark.parametrize("max_rows", [4, 64])
+def test_sixty_four_at_once_with_the_cache_full_never_stall(max_rows: int) -> None:
+    now = [100.0]
+
+    def pass_on(seconds: float) -> None:
+        now[0] += seconds + 0.01
+
+    ram = 600 * TOKEN_BYTES
+    driver = driver_with_room_for(
+        640, ram=ram, max_rows=max_rows, clock=lambda: now[0], sleep=pass_on
+    )
+    driver.engine.scheduler._slice = 16
+    for agent in range(5):
+        driver.submit(asked(agent, 100, 20, agent=f"old{agent}"))
+    driver.run()
+    for agent in range(5):
+        with suppress(CacheError):
+            driver.engine.sessions.pin(Party(agent=f"old{agent}"), 1000.0)
+    assert driver.engine.cache.statistics().total.pinned_bytes > ram // 3
+    requests = [
+        asked(
+            10 + number,
+            40 + number % 50,
+            10 + number % 40,
+            agent=f"agent{number % 20}",
+            priority=number % 3,
+            deterministic=number % 16 == 0,
+        )
+        for number in range(64)
+    ]
+    boxes = driver.stagger(requests, lambda: 2)
+    for request, box in zip(requests, boxes, strict=True):
+        assert box.end is not None, box.error
+        assert_greedy(driver.engine.model, request.tokens, box.tokens)
+    driver.check_idle()
