@@ -11,6 +11,10 @@ from .errors import InvalidRequest
 
 MAX_SOURCE = 1 << 20
 FORMS = ("json_schema", "regex", "choice", "lark")
+GUIDANCE = "x-guidance"
+SPACE = {"whitespace_pattern": r"(\r?\n)?[ \t]{0,40}"}
+"""White space between the parts of JSON: a line break and its indentation. A small model that may
+write any finds no end."""
 
 
 class Source(NamedTuple):
@@ -28,8 +32,8 @@ class Grammar(Struct, frozen=True, kw_only=True):
     which `<|name|>` is a special token and `%json {...}` a schema: the form for tool calls. An
     output ends as soon as nothing more can follow.
 
-    JSON may have any white space between its parts; with `"x-guidance": {"whitespace_flexible":
-    False}` in a schema it has none.
+    JSON has at most a line break and 40 spaces or tabs between its parts. A schema that has
+    llguidance's options in `x-guidance` has the say: `{"whitespace_flexible": False}` leaves none.
     """
 
     json_schema: Mapping[str, Any] | str | None = None
@@ -66,8 +70,14 @@ class Grammar(Struct, frozen=True, kw_only=True):
 def _schema(schema: Any) -> str:
     if isinstance(schema, str):
         check_text("json_schema", schema)
-        return schema
-    check_kind("json_schema", schema, Mapping, "a mapping or JSON text")
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"json_schema is not JSON: {error}") from error
+    else:
+        check_kind("json_schema", schema, Mapping, "a mapping or JSON text")
+    if isinstance(schema, Mapping):
+        schema = {GUIDANCE: SPACE, **schema}
     try:
         return json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

@@ -92,8 +92,9 @@ def test_a_grammar_that_is_none_is_refused(grammar: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("grammar", "text"),
     [
-        (Grammar(json_schema={"type": "object"}), '{"type": "object"}'),
-        (Grammar(json_schema="{}"), "{}"),
+        (Grammar(json_schema={"x-guidance": {}, "items": 3}), '{"x-guidance": {}, "items": 3}'),
+        (Grammar(json_schema='{"x-guidance": {}}'), '{"x-guidance": {}}'),
+        (Grammar(json_schema="true"), "true"),
         (Grammar(choice=("a", "é")), '["a", "\\u00e9"]'),
         (Grammar(regex=""), ""),
         (Grammar(lark="start: A"), "start: A"),

@@ -144,6 +144,64 @@ def test_25_rows_keep_their_own_stops_when_the_batch_changes() -> None:
     driver.check_idle()
 
 
+def everything(agent: int) -> Request:
+    """A request with every feature of sampling on, its own values of each."""
+    return Request(
+        tokens=prompt(agent % 3, own=4 + agent),
+        max_tokens=10 + agent,
+        sampling=Sampling(
+            temperature=0.7 + agent / 10,
+            top_p=0.95,
+            top_k=40 + agent,
+            min_p=0.01,
+            xtc_probability=0.4,
+            xtc_threshold=0.02,
+            seed=agent,
+            logit_bias={100 + agent: 2.0},
+            repetition_penalty=1.1 + agent / 50,
+            repetition_context_size=0,
+            presence_penalty=0.3,
+            frequency_penalty=0.2 + agent / 20,
+            min_tokens=4,
+        ),
+        grammar=Grammar(regex=f"[a-z{agent}]{{3,}}(-[A-Z]+)*") if agent % 2 else None,
+        stop=("q", str(agent)),
+        logprobs=True,
+        top_logprobs=1 + agent % 4,
+        prompt_logprobs=True,
+        boundaries=(len(SHARED),),
+    )
+
+
+def test_25_rows_with_every_feature_on_are_as_alone_whoever_joins_and_leaves() -> None:
+    chance, asked = random.Random(25), [everything(agent) for agent in range(10)]
+    driver = Driver(model_of("llama"), max_rows=5, chunk=16)
+    for request in asked:
+        driver.submit(request)
+        driver.run(chance.randint(0, 4))
+        driver.preempt(chance.randrange(len(driver.boxes)))
+        gone = driver.submit(Request(tokens=prompt(chance.randrange(3)), max_tokens=30))
+        driver.run(chance.randint(0, 3))
+        driver.cancel(driver.boxes.index(gone))
+    driver.run()
+    for request, box in zip(asked, driver.boxes[::2], strict=True):
+        assert box.end is not None, box.error
+        single = Driver(model_of("llama"), max_rows=1)
+        expected = single.submit(request)
+        single.run()
+        assert expected.end is not None
+        assert (box.end.text, box.tokens) == (expected.end.text, expected.tokens)
+        found = [*box.logprobs, *box.end.prompt_logprobs[1:]]
+        wanted = [*expected.logprobs, *expected.end.prompt_logprobs[1:]]
+        for one, other in zip(found, wanted, strict=True):
+            assert one is not None
+            assert other is not None
+            assert one.token == other.token
+            assert abs(one.logprob - other.logprob) < 1e-3
+            assert len(one.top) == request.top_logprobs
+    driver.check_idle()
+
+
 @pytest.mark.parametrize("preempted", [False, True])
 def test_26_penalties_and_grammars_see_what_was_cached_and_what_came_before_a_pause(
     preempted: bool,
