@@ -16,7 +16,7 @@ from ..cache.prefix_hash import Tokens
 from ..cache.prompt_cache import PromptCache
 from ..cache.ssd import SsdStore
 from ..errors import BrokerClosed, QueueFull
-from ..models import LoadedModel
+from ..models import LoadedModel, namespace_digest
 from ..request import ModelInfo, RequestId
 from ..trace import events
 from ..trace.recorder import Recorder
@@ -184,8 +184,9 @@ class EngineLoop:
             submission.mailbox.fail(as_swarm_error(error, "could not be prepared", submission.id))
             return
         self._rows[row.id] = row
-        if self._cold is not None:
-            self._cold.models[row.namespace] = served.model.name
+        self._name_in_cold(served.model, request.tenant)
+        if request.draft:
+            self._name_in_cold(self.roster.serving(request.draft).model, request.tenant)
         self._recorder.note(
             events.Queued,
             submitted=row.submitted,
@@ -354,6 +355,12 @@ class EngineLoop:
                 self.cache.write_behind()
                 self._computing.decode(cast(Lane, lane))  # they come from `submit`
         return True
+
+    def _name_in_cold(self, model: LoadedModel, tenant: str) -> None:
+        """Have the files of the cold tier say which model they are of."""
+        if self._cold is not None:
+            namespace = namespace_digest(model.identity, tenant=tenant)
+            self._cold.models[namespace] = model.name
 
     def _require_room(self) -> None:
         rows, queue = self._settings.max_rows, self._settings.max_queue

@@ -307,10 +307,12 @@ def test_a_step_that_fails_ends_the_rows_of_its_model_alone(
 def test_the_cold_tier_says_which_model_its_files_are_of(tmp_path: Path) -> None:
     driver = driver_of(cold=tmp_path)
     driver.engine.load("other", ModelSource(OTHER))
-    run(driver, asked(0), asked(0, "other"))
+    driver.engine.load("draft", ModelSource(TINY.replace("layers=2", "layers=1")))
+    run(driver, replace(asked(0), draft="draft"), asked(0, "other"))
     assert driver.engine.flush(30.0).writes == 0
     stored = {found.model for found in namespaces(tmp_path)}
-    assert stored == {driver.engine.model.name, driver.engine.roster.serving("other").model.name}
+    models = (driver.engine.roster.serving(name).model for name in ("", "other", "draft"))
+    assert stored == {model.name for model in models}
     driver.check_idle()
     driver.engine.close()
 
