@@ -34,6 +34,7 @@ class SimulatedLane:
     name = "simulated"
     spans = ()
     exact_stops = False
+    aligned = 0
     donates = True
     preempts = True
 

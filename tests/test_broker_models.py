@@ -141,7 +141,6 @@ def test_idle_unload_is_a_number_of_seconds(seconds: float) -> None:
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        (lambda broker: broker.load(3), "model is 3; it must be text"),
         (lambda broker: broker.load(OTHER, name=3), "name is 3; it must be text"),
         (lambda broker: broker.load_adapter("folder", name="a", base=[]), "base is \\[\\]"),
         (lambda broker: broker.alias("a", []), "existing is \\[\\]; it must be text"),
@@ -157,6 +156,13 @@ async def test_what_names_nothing_is_refused_before_anything_happens(
         with pytest.raises(InvalidRequest, match=reason):
             await call(broker)
         assert [info.aliases for info in await broker.models()] == [()]
+
+
+async def test_a_model_is_named_by_text_or_a_path() -> None:
+    async with tiny() as broker:
+        nothing: Any = []
+        with pytest.raises(ModelNotFound, match=r"no model \[\]: a model is named by text"):
+            await broker.load(nothing)
 
 
 def test_wired_is_yes_or_no() -> None:
