@@ -34,7 +34,6 @@ class SimulatedLane:
     name = "simulated"
     spans = ()
     exact_stops = False
-    aligned = 0
     donates = True
     preempts = True
 

@@ -99,6 +99,7 @@ class BatchLane:
         self._verdict = batch_test(model.model, model.make_caches)
         layout = self._verdict.layout
         self.aligned = LEAST_CUDA if describe().device == "cuda" else 0
+        """Prompts are computed alone up to multiples of so many tokens; 0: up to any."""
         self.ahead = Ahead(self._note_prefill)
         self._shared = (
             SharedDecoder(model, cache, self._verdict, self.ahead, afford)

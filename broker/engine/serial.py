@@ -61,7 +61,6 @@ class SerialLane:
 
     donates = False
     max_rows = 1
-    aligned = 0
     preempts = False
     spans = ()
 

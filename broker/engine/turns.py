@@ -77,8 +77,6 @@ class Turns:
                 # At multiples of the chunk, and not for what is left over of another: every length
                 # that was not seen before is dear on GPUs.
                 stop = (entry.position // chunk + 1) * chunk
-            elif is_decoding and lane.aligned and stop == entry.end:
-                stop = min(stop, entry.position + max(chunk // 2, 1))
             cost = (stop - entry.position) / chunk
             if spent and spent + cost > 1 + ROUNDING:
                 break

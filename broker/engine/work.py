@@ -19,12 +19,6 @@ class LanePolicy(Protocol):
         """Rows that it takes at a time."""
 
     @property
-    def aligned(self) -> int:
-        """Prompts are computed alone up to multiples of so many tokens, and their odd ends in the
-        batch, which takes longer for them; 0 where ends are like everything else.
-        """
-
-    @property
     def exact_stops(self) -> bool: ...
     @property
     def donates(self) -> bool: ...

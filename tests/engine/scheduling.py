@@ -37,7 +37,6 @@ class FakeLane:
     """Tells the scheduler what it wants to know."""
 
     exact_stops = False
-    aligned = 0
     preempts = True
 
     def __init__(self, max_rows: int, chunk: int, donates: bool = False) -> None:

@@ -374,18 +374,6 @@ def test_a_long_queue_is_not_gone_through_at_every_change() -> None:
     assert looked_up <= 20 * len(requests)
 
 
-def test_odd_ends_that_take_longer_in_the_batch_are_computed_by_halves_while_rows_decode() -> None:
-    engine = FakeEngine(prefill_chunk=16, output=60)
-    engine.lane.aligned = 16
-    engine.submit("running", [1, 2, 3])
-    while engine.turn() != Decode(engine.lane):
-        pass
-    engine.submit("long", list(range(100, 145)))
-    engine.drain()
-    parts = [part.stop - part.start for part in engine.parts if part.request == "long"]
-    assert parts == [16, 16, 8, 4]
-
-
 class AskedEngine(FakeEngine):
     """Counts how often memory is asked for a prompt."""
 
