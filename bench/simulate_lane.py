@@ -5,7 +5,6 @@ anywhere: the same leases, exchanged at the same moments, and the same puts.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from mlx_swarm.broker.cache.lease import PromptLease
 from mlx_swarm.broker.cache.prefix_hash import Tokens
 from mlx_swarm.broker.cache.prompt_cache import PromptCache
 from mlx_swarm.broker.cache.restores import Restoration
-from mlx_swarm.broker.engine.ahead import TILE_ALONE
+from mlx_swarm.broker.engine.ahead import pieces
 from mlx_swarm.broker.engine.decode_batch import PrefillLimits
 from mlx_swarm.broker.engine.pace import Pace
 from mlx_swarm.broker.engine.row import RowToken
@@ -139,9 +138,8 @@ class SimulatedLane:
 
     def prefill(self, row: SimulatedRow, stop: int) -> None:
         """Compute a prompt outside the batch up to `stop`, in calls that end at whole tiles."""
-        cuts = range((row.position // TILE_ALONE + 1) * TILE_ALONE, stop, TILE_ALONE)
-        pieces = pairwise([row.position, *cuts, stop])
-        seconds = sum(self._costs.alone.seconds(b - a, _keys(a, b)) for a, b in pieces)
+        tiles = pieces(row.position, stop)
+        seconds = sum(self._costs.alone.seconds(b - a, _keys(a, b)) for a, b in tiles)
         self._spend(stop - row.position, seconds)
         row.advance(stop)
 

@@ -1,14 +1,15 @@
 """Dispatching ahead: while the device computes one piece of work, the next is being built."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..cache.prefix_hash import Tokens
-from .prompt_logprobs import PromptLogprobs, gather
+from .prompt_logprobs import gather
+from .row import Row
 
 TILE_ALONE = 2048
 """Prompt tokens of one call of the model for one row, which ends at a multiple of it: with CUDA,
@@ -51,22 +52,23 @@ class Ahead:
             # Without a wait it was done before, and this piece may be under way since it was begun.
             self._free_at = done if done - dispatched > AT_ONCE else begun
 
-    def forward(
-        self,
-        model: Any,
-        tokens: Tokens,
-        caches: Sequence[Any],
-        asked: PromptLogprobs | None = None,
-        position: int = 0,
-    ) -> None:
-        """Start computing one row's next tokens into its caches, as one piece.
-
-        The row may have `asked` for their log-probabilities, from its `position` on.
+    def compute(self, model: Any, row: Row, stop: int) -> None:
+        """Start computing a row's tokens up to `stop` into its own caches, piece by piece, and the
+        log-probabilities of the prompt if it asks for them.
         """
-        logits = model(mx.array(tokens)[None], cache=caches)
-        gathered = gather(logits[0], [(asked, position, len(tokens))]) if asked else []
-        del logits
-        self.start([*gathered, *arrays_of(caches)], len(tokens))
+        asked = row.asking
+        size = TILE_ALONE if asked is None else min(TILE_ALONE, asked.tile)
+        for start, end in pieces(row.position, stop, size):
+            logits = model(mx.array(row.sequence[start:end])[None], cache=row.caches)
+            gathered = gather(logits[0], [(asked, start, end - start)]) if asked else []
+            del logits
+            self.start([*gathered, *arrays_of(row.caches)], end - start)
+        row.position = stop
+
+
+def pieces(start: int, stop: int, size: int = TILE_ALONE) -> Iterator[tuple[int, int]]:
+    """[start, stop) in pieces that end at multiples of `size`, but for the last."""
+    return pairwise([start, *range((start // size + 1) * size, stop, size), stop])
 
 
 def arrays_of(caches: Sequence[Any]) -> list[mx.array]:

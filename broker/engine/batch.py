@@ -8,11 +8,9 @@ the statistics say why.
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
 from msgspec import Struct
 
 from ..affinity import ThreadGuard
@@ -94,8 +92,8 @@ class BatchLane:
         self.name = name or model.name
         self.max_rows = max_rows
         self.preempts = True
-        self.exact_stops = not all(type(cache) is KVCache for cache in model.make_caches())
         self.row_caches = RowCaches(model, cache, self_test(model.model))
+        self.exact_stops = self.row_caches.exact_stops
         self._verdict = batch_test(model.model, model.make_caches)
         layout = self._verdict.layout
         self.aligned = LEAST_CUDA if describe().device == "cuda" else 0
@@ -208,12 +206,7 @@ class BatchLane:
         the piece before is computed.
         """
         self._guard.check()
-        asked = row.asking
-        size = TILE_ALONE if asked is None else min(TILE_ALONE, asked.tile)
-        cuts = range((row.position // size + 1) * size, stop, size)
-        for start, end in pairwise([row.position, *cuts, stop]):
-            self.ahead.forward(self._model.model, row.sequence[start:end], row.caches, asked, start)
-        row.position = stop
+        self.ahead.compute(self._model.model, row, stop)
 
     def store(self, row: Row, shared: int) -> bool:
         """Put what the row has computed; whether the cache took it.

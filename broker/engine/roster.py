@@ -103,7 +103,6 @@ class Roster:
         self._idle_unload = idle_unload
         self._first = _Entry(first.model.name, source, first, recorder.now())
         self._entries = {first.model.name: self._first}
-        # A model that a request is being prepared for, which is not open yet.
         self.next_look = math.inf if idle_unload is None else recorder.now()
         """When, on the recorder's clock, to call `unload_idle`."""
 

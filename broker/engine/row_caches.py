@@ -4,6 +4,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from mlx_lm.models.cache import KVCache
+
 from ..affinity import ThreadGuard
 from ..cache.intake import Row as StoredRow
 from ..cache.lease import PromptLease
@@ -42,6 +44,8 @@ class RowCaches:
         self._model = model
         self._cache = cache
         self.self_test = self_test
+        self.exact_stops = not all(type(cache) is KVCache for cache in model.make_caches())
+        """Whether what is stored may serve one length only: none then stands for one nearby."""
         self.namespaces: set[str] = set()
         """Those of the rows so far."""
 

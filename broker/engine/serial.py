@@ -7,11 +7,9 @@ the deterministic ones, which leave no trace there.
 
 from collections.abc import Mapping
 from contextlib import suppress
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
 from msgspec import Struct
 
 from ..affinity import ThreadGuard
@@ -89,7 +87,7 @@ class SerialLane:
         self._ahead = ahead
         self._pace = pace or Pace(TILE_ALONE)
         self.name = name or model.name
-        self.exact_stops = not all(type(cache) is KVCache for cache in model.make_caches())
+        self.exact_stops = row_caches.exact_stops
         self._drafts = drafts
         self._draft_tokens = draft_tokens
         self._known_drafts: dict[str, _Draft] = {}
@@ -181,13 +179,7 @@ class SerialLane:
         self._guard.check()
         if row.request.deterministic:
             stop = min(row.position + STOCK_PIECE, len(row.prompt) - 1)
-        asked = row.asking
-        size = TILE_ALONE if asked is None else min(TILE_ALONE, asked.tile)
-        cuts = range((row.position // size + 1) * size, stop, size)
-        for start, end in pairwise([row.position, *cuts, stop]):
-            piece = row.prompt[start:end]
-            self._ahead.forward(self._model.model, piece, row.caches, asked, start)
-        row.position = stop
+        self._ahead.compute(self._model.model, row, stop)
 
     def store(self, row: Row, shared: int) -> bool:
         """Put what of its prompt the row has computed; whether the cache took it."""
