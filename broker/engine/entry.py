@@ -32,9 +32,9 @@ class Entry(Claim):
         lane: LanePolicy,
         alternatives: int | None,
     ) -> None:
-        super().__init__(account, priority, len(tokens) + max_tokens)
+        super().__init__(account, priority, len(tokens) + max_tokens, lane)
         self.request = request
-        self.lane = lane
+        self.lane: LanePolicy = lane
         self.tokens = tokens
         self.namespace = namespace
         self.alternatives = alternatives

@@ -9,7 +9,8 @@ starve the others, and being idle saves nothing up.
 
 A higher priority goes first, until a lower one has gone unserved for `AGING_SECONDS` a level
 longer: then it has one turn. Once in `AGING_SECONDS` a turn of each priority goes to who has waited
-longest, so that everybody's turn comes, whatever arrives.
+longest, so that everybody's turn comes, whatever arrives. Those of each lane age on their own: what
+is served in one lane is no help to who waits for a place in another.
 
 Rows are taken from those who run once others are a slice behind (`preemption`). So agents who
 always have requests queued differ, in what was computed for them, by no more than a slice, a
@@ -20,7 +21,7 @@ what it has to compute again.
 """
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import groupby, pairwise
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -143,13 +144,14 @@ class Account:
 
 
 class Claim:
-    """What one request claims: for whom, how urgently, at `most` how many tokens, and what it has
-    paid for ahead.
+    """What one request claims: for whom, how urgently, at `most` how many tokens, in which `lane`
+    (any key), and what it has paid for ahead.
     """
 
-    def __init__(self, account: Account, priority: int, most: int) -> None:
+    def __init__(self, account: Account, priority: int, most: int, lane: object = None) -> None:
         self.account = account
         self.priority = priority
+        self.lane = lane
         self._quantum = min(most, QUANTUM)
         self._ahead: float | None = None
         account.begin()
@@ -204,6 +206,33 @@ def roughly(account: Account) -> float:
 ClaimType = TypeVar("ClaimType", bound=Claim)
 
 
+class Level(Generic[ClaimType]):
+    """The claims of one priority in one lane, in order of arrival, and how they age.
+
+    `unserved_since` is when one of them had a turn last, `by_age_at` when one had it by age alone.
+    `held` is who stays the next.
+    """
+
+    def __init__(self, priority: int, now: float) -> None:
+        self.priority = priority
+        self.claims: dict[ClaimType, None] = {}
+        self.unserved_since = self.by_age_at = now
+        self.held: ClaimType | None = None
+
+    def raised(self, now: float) -> float:
+        """The priority, with what was waited for it."""
+        return self.priority + (now - self.unserved_since) / AGING_SECONDS
+
+    def aged(self, now: float) -> ClaimType | None:
+        """Who has waited longest, if it is time to ask."""
+        is_time = now - self.by_age_at >= AGING_SECONDS
+        return next(iter(self.claims)) if is_time else None
+
+    def first(self, now: float) -> ClaimType | None:
+        """Who comes before its turn."""
+        return self.held or self.aged(now)
+
+
 class FairQueue(Generic[ClaimType]):
     """Claims, and whose turn it is. Of accounts with as many `quanta` those come first that did.
 
@@ -217,9 +246,7 @@ class FairQueue(Generic[ClaimType]):
         self._front: dict[ClaimType, None] = {}
         # By priority, tenant, swarm and agent; dicts for their cheap removal.
         self._waiting: dict[Any, Any] = {}
-        self._unserved_since: dict[int, float] = {}
-        self._by_age_at: dict[int, float] = {}
-        self._held: dict[int, ClaimType] = {}
+        self._levels: dict[tuple[int, object], Level[ClaimType]] = {}
 
     def __len__(self) -> int:
         return len(self.claims)
@@ -238,9 +265,10 @@ class FairQueue(Generic[ClaimType]):
         if front:
             self._front = {claim: None, **self._front}
             return
-        now = self._clock()
-        self._unserved_since.setdefault(claim.priority, now)
-        self._by_age_at.setdefault(claim.priority, now)
+        key = claim.priority, claim.lane
+        if key not in self._levels:
+            self._levels[key] = Level(claim.priority, self._clock())
+        self._levels[key].claims[claim] = None
         level = self._waiting
         for step in _steps(claim):
             level = level.setdefault(step, {})
@@ -269,31 +297,33 @@ class FairQueue(Generic[ClaimType]):
         for step in steps:
             levels.append(levels[-1][step])
         del levels.pop()[claim]
-        for level, step in zip(reversed(levels), reversed(steps), strict=True):
-            if level[step]:
+        for parent, step in zip(reversed(levels), reversed(steps), strict=True):
+            if parent[step]:
                 break
-            del level[step]
-        if self._held.get(claim.priority) is claim:
-            del self._held[claim.priority]
-        if claim.priority not in self._waiting:
-            del self._unserved_since[claim.priority], self._by_age_at[claim.priority]
+            del parent[step]
+        level = self._level(claim)
+        del level.claims[claim]
+        if level.held is claim:
+            level.held = None
+        if not level.claims:
+            del self._levels[claim.priority, claim.lane]
 
     def served(self, claim: ClaimType) -> None:
-        """The claim, which is here, had its turn: those of its priority age anew."""
+        """The claim, which is here, had its turn: those of its level age anew."""
         if claim in self._front:
             return
-        now = self._clock()
-        if self._aged(claim.priority, now) is claim:
-            self._by_age_at[claim.priority] = now
-        self._unserved_since[claim.priority] = now
+        now, level = self._clock(), self._level(claim)
+        if level.aged(now) is claim:
+            level.by_age_at = now
+        level.unserved_since = now
 
     def hold(self, claim: ClaimType) -> bool:
-        """It is the claim's turn, but it has to wait: of its priority it stays the next. Whether
-        that is new.
+        """It is the claim's turn, but it has to wait: of its level it stays the next. Whether that
+        is new.
         """
-        is_new = claim not in self._front and self._held.get(claim.priority) is not claim
+        is_new = claim not in self._front and self._level(claim).held is not claim
         if is_new:
-            self._held[claim.priority] = claim
+            self._level(claim).held = claim
         return is_new
 
     def raise_to(self, claim: ClaimType, priority: int) -> None:
@@ -307,32 +337,33 @@ class FairQueue(Generic[ClaimType]):
         """All claims, whose turn it is first. To be begun anew after any change."""
         yield from list(self._front)
         now = self._clock()
-        aged = [
-            (priority + (now - since) / AGING_SECONDS, priority)
-            for priority, since in self._unserved_since.items()
-        ]
-        for _, priority in sorted(aged, reverse=True):
-            first = self._held.get(priority) or self._aged(priority, now)
-            if first is not None:
-                yield first
-            for claim in self._by_service(self._waiting[priority]):
-                if claim is not first:
-                    yield claim
+        levels = list(self._levels.values())
+        # Ties are of one priority as a whole, so that its lanes stay together.
+        levels.sort(key=lambda level: (level.raised(now), level.priority), reverse=True)
+        for priority, group in groupby(levels, key=lambda level: level.priority):
+            yield from self._of_levels(priority, list(group), now)
 
     def check_integrity(self) -> None:
         """Assert what must always hold."""
         in_turn = list(self.in_turn())
         assert len(in_turn) == len(self.claims)
         assert set(in_turn) == self.claims.keys()
-        assert self._unserved_since.keys() == self._by_age_at.keys() == self._waiting.keys()
-        assert all(self.claims.keys() >= {held} for held in self._held.values())
+        assert {priority for priority, _ in self._levels} == self._waiting.keys()
+        assert all(level.claims for level in self._levels.values())
+        assert all(level.held in (None, *level.claims) for level in self._levels.values())
 
-    def _aged(self, priority: int, now: float) -> ClaimType | None:
-        """Who has waited longest, if it is time to ask."""
-        if now - self._by_age_at[priority] < AGING_SECONDS:
-            return None
-        waiting = (claim for claim in self.claims if claim.priority == priority)
-        return next(claim for claim in waiting if claim not in self._front)
+    def _level(self, claim: ClaimType) -> Level[ClaimType]:
+        return self._levels[claim.priority, claim.lane]
+
+    def _of_levels(
+        self, priority: int, levels: list[Level[ClaimType]], now: float
+    ) -> Iterator[ClaimType]:
+        """The claims of one priority in some of the lanes."""
+        firsts = {first: None for level in levels if (first := level.first(now)) is not None}
+        yield from firsts
+        for claim in self._by_service(self._waiting[priority]):
+            if claim not in firsts and any(claim in level.claims for level in levels):
+                yield claim
 
     def _by_service(self, tenants: dict[Any, Any]) -> Iterator[ClaimType]:
         for tenant in sorted(tenants, key=self._quanta):

@@ -16,7 +16,7 @@ from mlx_swarm.broker.engine.fairness import (
 )
 from mlx_swarm.broker.engine.work import Admit, Decode, Hold, Part, Preempt, Prefill, Wait
 from mlx_swarm.broker.request import RequestId as R
-from tests.engine.scheduling import FakeEngine
+from tests.engine.scheduling import FakeEngine, FakeLane
 
 LONGEST = 200
 
@@ -238,6 +238,23 @@ def test_a_lower_priority_has_a_turn_after_ten_seconds_a_level() -> None:
     engine.drain()
 
 
+def test_what_is_served_in_one_lane_is_no_help_to_who_waits_for_a_place_in_another() -> None:
+    engine = FakeEngine(max_rows=3, turn_seconds=1.0, output=1)
+    serial = FakeLane(1, 16)
+    engine.submit("urgent", [1], priority=2, lane=serial)
+    low = engine.submit("low", [1], priority=-1, lane=serial)
+    number = 0
+    while low not in engine.positions:
+        # Somebody more urgent for its lane and somebody of its own priority beside it, always.
+        for lane, priority in ((serial, 2), (None, -1)):
+            number += 1
+            engine.submit(f"r{number}", [1], priority=priority, lane=lane)
+        engine.turn()
+        assert engine.now < 5 * AGING_SECONDS
+    assert engine.now >= 3 * AGING_SECONDS
+    engine.drain()
+
+
 def test_once_in_ten_seconds_a_turn_goes_to_who_has_waited_longest() -> None:
     engine = FakeEngine(max_rows=1, turn_seconds=1.0, output=1)
     greedy = Party(agent="greedy")
@@ -400,7 +417,7 @@ def test_every_request_ends_and_nothing_is_left_in_any_table(
     scheduler = engine.scheduler
     assert (scheduler._accounts.size(), scheduler._accounts.open, scheduler.queued) == (0, 0, 0)
     for queue in (scheduler._pending, scheduler._prefilling):
-        tables = queue._waiting, queue._held, queue._unserved_since, queue._by_age_at, queue._front
+        tables = queue._waiting, queue._levels, queue._front
         assert not any(tables)
 
 

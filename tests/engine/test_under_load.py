@@ -303,8 +303,7 @@ def test_with_everything_on_nobody_starves_whatever_arrives(
             submit(engine, next(source))
 
     fill()
-    # Not one of the serial lane: a level ages as a whole, whichever lane its others run in.
-    victim = submit(engine, life._replace(agent="victim", deadline=None, is_serial=False))
+    victim = submit(engine, life._replace(agent="victim", deadline=None))
     for _ in range(20_000):
         fill()
         engine.turn()
