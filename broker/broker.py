@@ -200,6 +200,10 @@ class Broker:
         check_messages(messages)
         return await to_thread.run_sync(self._text_of(model).render, messages)
 
+    def context_of(self, model: str = "") -> int:
+        """How many tokens a model's context has. Raises `ModelNotFound`."""
+        return self._text_of(model).context_length
+
     async def encode(self, text: str, *, model: str = "") -> list[int]:
         """Text as tokens of a model."""
         check_text("text", text)
