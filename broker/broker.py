@@ -227,6 +227,10 @@ class Broker:
         """How a model takes part in conversations; raises `ModelNotFound`."""
         return self._text_of(model).chat
 
+    def context_of(self, model: str = "") -> int:
+        """How many tokens a model's context has. Raises `ModelNotFound`."""
+        return self._text_of(model).context_length
+
     async def encode(self, text: str, *, model: str = "") -> list[int]:
         """Text as tokens of a model."""
         check_text("text", text)

@@ -24,6 +24,11 @@ class ResponseStream:
         self._mailbox = mailbox
         self._thread = thread
 
+    async def accepted(self) -> None:
+        """Wait until the request is in the queue; raises what refused it, as iterating would."""
+        await self._thread.call(lambda engine: None)
+        self._mailbox.raise_refusal()
+
     def cancel(self) -> None:
         """End the request within one prefill chunk or decode step; what it computed is kept.
 

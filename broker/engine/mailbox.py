@@ -179,6 +179,12 @@ class Mailbox(_Waiting):
             return self._merged(event)
         return event
 
+    def raise_refusal(self) -> None:
+        """Loop side: raise what the request failed with before anything came of it."""
+        first = self._news[0] if self._news else None
+        if isinstance(first, BaseException):
+            raise first
+
     def _merged(self, first: Delta) -> Delta:
         """One delta of the first one and those that follow it directly."""
         news = list(self._news)

@@ -1,0 +1,1 @@
+"""The broker over the network: OpenAI's and Anthropic's HTTP APIs, and Responses over WebSocket."""

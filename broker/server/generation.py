@@ -1,0 +1,241 @@
+"""Turns on their way through the broker: rendered, bounded by the context, parsed, remembered."""
+
+import secrets
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Self
+
+from anyio import to_thread
+from msgspec.structs import replace
+
+from ..broker import Broker
+from ..errors import ContextOverflow, EngineFailed
+from ..grammar import Grammar
+from ..models.reply_reader import CallPiece, Piece, ReasoningPiece, ReplyReader, TextPiece
+from ..request import Completed, Delta, Request, Started, TokenLogprob
+from ..response import ResponseStream
+from .histories import Histories, Prompt
+from .turn import (
+    Began,
+    Call,
+    Conversation,
+    Ended,
+    FinishReason,
+    ReasoningDelta,
+    TextDelta,
+    Turn,
+    TurnEvent,
+)
+
+
+class Generator:
+    """Starts turns on a broker. `malformed` counts the tool calls that came as text."""
+
+    def __init__(self, broker: Broker, histories: Histories, default_tokens: int | None = None):
+        self.broker = broker
+        self.histories = histories
+        self.malformed = 0
+        self._default_tokens = default_tokens
+
+    async def prompt(self, turn: Turn) -> Prompt:
+        """The tokens of a turn's prompt. Raises `InvalidRequest` and `ModelNotFound`."""
+        if isinstance(turn.prompt, Conversation):
+            chat = self.broker.chat_format(turn.model)
+            return await to_thread.run_sync(
+                self.histories.prompt, chat, turn.model, turn.prompt, turn.caller
+            )
+        if isinstance(turn.prompt, str):
+            tokens = await self.broker.encode(turn.prompt, model=turn.model)
+            return Prompt(tuple(tokens), (), turn.prompt, turn.caller)
+        self.broker.chat_format(turn.model)
+        return Prompt(turn.prompt, (), "", turn.caller)
+
+    async def start(self, turn: Turn) -> "Generation":
+        """Queue a turn. What would refuse it is raised here, before anything is sent."""
+        prompt = await self.prompt(turn)
+        request = self._request(turn, prompt)
+        reader = self._reader(turn, prompt)
+        stream = self.broker.stream(request)
+        try:
+            await stream.accepted()
+        except BaseException:
+            stream.cancel()
+            raise
+        return Generation(self, turn, prompt, stream, reader)
+
+    def _request(self, turn: Turn, prompt: Prompt) -> Request:
+        left = self.broker.context_of(turn.model) - len(prompt.tokens)
+        if left < 1:
+            context = self.broker.context_of(turn.model)
+            raise ContextOverflow(
+                f"the prompt has {len(prompt.tokens):,} tokens; the model's context is "
+                f"{context:,}, of which one at least is the reply's"
+            )
+        asked = turn.max_tokens or self._default_tokens or left
+        max_tokens = min(asked, left) if turn.generate else 1
+        sampling = turn.sampling
+        if sampling.min_tokens > max_tokens:
+            sampling = replace(sampling, min_tokens=max_tokens)
+        return Request(
+            tokens=prompt.tokens,
+            boundaries=prompt.boundaries,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            grammar=self._grammar(turn),
+            stop=turn.stop,
+            logprobs=turn.logprobs,
+            top_logprobs=turn.top_logprobs,
+            prompt_logprobs=turn.prompt_logprobs,
+            model=turn.model,
+            tenant=prompt.caller.tenant,
+            agent=prompt.caller.agent,
+            swarm=prompt.caller.swarm,
+            priority=prompt.caller.priority,
+            deadline=turn.deadline,
+        )
+
+    def _grammar(self, turn: Turn) -> Grammar | None:
+        conversation = turn.prompt
+        if not isinstance(conversation, Conversation) or not conversation.tools:
+            return turn.grammar
+        chat = self.broker.chat_format(turn.model)
+        grammar = chat.grammar(
+            conversation.tools, conversation.choice, parallel=conversation.parallel_calls
+        )
+        return grammar or turn.grammar
+
+    def _reader(self, turn: Turn, prompt: Prompt) -> ReplyReader | None:
+        if not isinstance(turn.prompt, Conversation):
+            return None
+        tools = () if turn.prompt.choice == "none" else turn.prompt.tools
+        return self.broker.chat_format(turn.model).reader(tools, prompt.text)
+
+
+class Generation:
+    """One turn that is queued or runs: an async iterator of its events, `Ended` last.
+
+    An async context manager: leaving it cancels what still runs; what was computed is kept.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        turn: Turn,
+        prompt: Prompt,
+        stream: ResponseStream,
+        reader: ReplyReader | None,
+    ) -> None:
+        self.turn = turn
+        self.prompt = prompt
+        self._generator = generator
+        self._stream = stream
+        self._reader = reader
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[Call] = []
+        self._logprobs: list[TokenLogprob] = []
+
+    async def end(self) -> Ended:
+        """Run to the end."""
+        async for event in self:
+            if isinstance(event, Ended):
+                return event
+        raise EngineFailed("a request ended without saying how")
+
+    def cancel(self) -> None:
+        """End it soon, as cancelled. Does not wait."""
+        self._stream.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[TurnEvent]:
+        async for event in self._stream:
+            match event:
+                case Started():
+                    yield Began(event.prompt_tokens, event.ram_tokens, event.cold_tokens)
+                case Delta() if self.turn.generate:
+                    self._logprobs.extend(event.logprobs)
+                    for each in self._pieces(event.text):
+                        yield each
+                case Completed():
+                    for each in self._rest():
+                        yield each
+                    yield await self._ended(event)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+    def _pieces(self, text: str) -> list[TurnEvent]:
+        if self._reader is None:
+            return self._taken([TextPiece(text)] if text else [])
+        return self._taken(self._reader.feed(text)) if text else []
+
+    def _rest(self) -> list[TurnEvent]:
+        if self._reader is None or not self.turn.generate:
+            return []
+        rest = self._taken(self._reader.finish())
+        self._generator.malformed += self._reader.malformed
+        return rest
+
+    def _taken(self, pieces: list[Piece]) -> list[TurnEvent]:
+        """The events of what was read, which is kept."""
+        events: list[TurnEvent] = []
+        for piece in pieces:
+            match piece:
+                case TextPiece():
+                    self._text.append(piece.text)
+                    events.append(TextDelta(piece.text, tuple(self._logprobs)))
+                    self._logprobs.clear()
+                case ReasoningPiece():
+                    self._reasoning.append(piece.text)
+                    events.append(ReasoningDelta(piece.text))
+                    self._logprobs.clear()
+                case CallPiece():
+                    call = Call(f"call_{secrets.token_hex(12)}", piece.name, piece.arguments)
+                    self._calls.append(call)
+                    events.append(call)
+                    self._logprobs.clear()
+        return events
+
+    async def _ended(self, completed: Completed) -> Ended:
+        turn = self.turn
+        usage, tokens = completed.usage, completed.tokens
+        if not turn.generate:
+            usage, tokens = replace(usage, output_tokens=0), ()
+        ended = Ended(
+            finish_reason=self._finish_reason(completed),
+            text="".join(self._text),
+            reasoning="".join(self._reasoning),
+            calls=tuple(self._calls),
+            usage=usage,
+            ttft_seconds=completed.ttft_seconds,
+            stop_sequence=await self._stop_sequence(completed),
+            prompt=self.prompt.tokens,
+            tokens=tokens,
+            logprobs=completed.logprobs,
+            prompt_logprobs=completed.prompt_logprobs,
+        )
+        if isinstance(turn.prompt, Conversation) and turn.generate:
+            self._generator.histories.keep(self.prompt, turn.model, turn.prompt, ended)
+        return ended
+
+    def _finish_reason(self, completed: Completed) -> FinishReason:
+        if completed.finish_reason == "cancelled":
+            return "cancelled"
+        if not self.turn.generate:
+            return "stop"
+        return "tool_calls" if self._calls else completed.finish_reason
+
+    async def _stop_sequence(self, completed: Completed) -> str | None:
+        """Which stop string the output ended before."""
+        if not self.turn.stop or completed.finish_reason != "stop":
+            return None
+        raw = await self._generator.broker.decode(completed.tokens, model=self.turn.model)
+        rest = raw[len(completed.text) :]
+        return next((stop for stop in self.turn.stop if rest.startswith(stop)), None)
