@@ -58,9 +58,7 @@ class CacheView:
             owned.setdefault(self.namespace(name, tenant), name)
         return owned
 
-    async def plan(
-        self, tokens: Sequence[int], *, model: str = "", tenant: str = ""
-    ) -> "Plan":
+    async def plan(self, tokens: Sequence[int], *, model: str = "", tenant: str = "") -> "Plan":
         """Where the KV of a prompt would come from now. Changes nothing.
 
         Raises `ModelNotFound`, and `InvalidRequest` for what are no tokens.

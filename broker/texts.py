@@ -32,7 +32,7 @@ class Texts:
 
     def names(self) -> tuple[str, ...]:
         """All names, those of adapters and aliases included."""
-        return tuple(list(self._models))
+        return tuple(self._models)
 
     def load(self, engine: "EngineLoop", name: str, source: "ModelSource") -> ModelInfo:
         """Engine side: `EngineLoop.load`."""

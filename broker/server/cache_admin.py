@@ -48,7 +48,9 @@ class CacheAdmin:
         namespaces = await self._view.namespaces(seen)
         name = request.query_params.get("namespace")
         if name is None:
-            return respond({"object": "list", "data": [_namespace(each, seen) for each in namespaces]})
+            return respond(
+                {"object": "list", "data": [_namespace(each, seen) for each in namespaces]}
+            )
         if name not in [each.namespace for each in namespaces]:
             raise ApiError(
                 HTTPStatus.NOT_FOUND, f"no namespace {name[:80]!r} is in use", param="namespace"
@@ -78,9 +80,7 @@ class CacheAdmin:
         """Where the KV of a prompt would come from."""
         body = await read(request, PromptBody)
         prompt = await self._prompt(request, body)
-        plan = await self._view.plan(
-            prompt.tokens, model=body.model, tenant=tenant_of(request)
-        )
+        plan = await self._view.plan(prompt.tokens, model=body.model, tenant=tenant_of(request))
         seen = seen_by(request, self._service)
         return respond(
             {
@@ -132,7 +132,9 @@ class CacheAdmin:
         body = await read(request, FlushBody) if await request.body() else FlushBody()
         seen = seen_by(request, self._service)
         left = await self._view.flush(body.seconds, tenant=seen)
-        return respond({"object": "cache.flushed", "writes_left": left.writes, "bytes_left": left.bytes})
+        return respond(
+            {"object": "cache.flushed", "writes_left": left.writes, "bytes_left": left.bytes}
+        )
 
     async def _prompt(self, request: Request, body: PromptBody) -> Prompt:
         return await self._service.generator.prompt(self._turn(request, body))

@@ -93,9 +93,11 @@ def _text(metadata: Mapping[str, object], name: str) -> str:
 def _priority(headers: Headers, metadata: Mapping[str, object]) -> int:
     value = headers.get(PRIORITY, metadata.get("priority", 0))
     where = PRIORITY if PRIORITY in headers else "metadata.priority"
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    is_number = isinstance(value, str) and re.fullmatch(r"\s*[+-]?[0-9]{1,4}\s*", value)
-    number = int(value) if is_whole or is_number else None  # type: ignore[call-overload]
+    number: int | None = None
+    if isinstance(value, int) and not isinstance(value, bool):
+        number = value
+    elif isinstance(value, str) and re.fullmatch(r"\s*[+-]?[0-9]{1,4}\s*", value):
+        number = int(value)
     if number is None or abs(number) > MAX_PRIORITY:
         raise invalid(
             f"{where} is {str(value)[:LONGEST_NAME]!r}; it must be a whole number from "

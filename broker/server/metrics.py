@@ -135,7 +135,9 @@ def _cache(snapshot: Snapshot) -> Iterator[Metric]:
     reasons = _counter("cache_short_hits", "Misses and short hits by reason.", [*labels, "reason"])
     tokens = _counter("cache_prompt_tokens", "Prompt tokens found or not.", [*labels, "result"])
     events = _counter("cache_events", "What happened to entries.", [*labels, "event"])
-    sizes = _gauge("cache_bytes", "Bytes of KV in memory by kind; kinds overlap.", [*labels, "kind"])
+    sizes = _gauge(
+        "cache_bytes", "Bytes of KV in memory by kind; kinds overlap.", [*labels, "kind"]
+    )
     held = _gauge("cache_tokens", "Tokens in the index.", labels)
     for view in snapshot.namespaces:
         own, each = [view.namespace[:16], view.model], view.statistics

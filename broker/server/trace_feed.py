@@ -147,4 +147,3 @@ def _time(text: str) -> float:
     if time != time:
         raise invalid(f"since_time is {text[:40]!r}; it must be in seconds", "since_time")
     return time
-

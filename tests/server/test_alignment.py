@@ -1,6 +1,7 @@
 """One prompt of two tokenizations: what it says never changes, and as much as can be is kept."""
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ class Text:
     def cut(self, text: str, places: Sequence[int]) -> Ids:
         """The text as the tokens of its pieces."""
         ends = sorted({place % (len(text) + 1) for place in places} | {0, len(text)})
-        pieces = [self.encode(text[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+        pieces = [self.encode(text[a:b]) for a, b in pairwise(ends)]
         return np.concatenate([np.empty(0, np.int32), *pieces]).astype(np.int32)
 
 
@@ -133,7 +134,9 @@ def test_only_what_differs_is_decoded(text: Text) -> None:
         return text.decode(tokens)
 
     decode: Callable[[Ids], str] = watched
-    alignment = align(np.concatenate(turns), np.concatenate([*turns, turns[0]]), decode, text.special)
+    alignment = align(
+        np.concatenate(turns), np.concatenate([*turns, turns[0]]), decode, text.special
+    )
     assert alignment.kept == sum(map(len, turns))
     assert not decoded
 
