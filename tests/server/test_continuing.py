@@ -27,6 +27,7 @@ WEATHER = Tool(
         "additionalProperties": False,
     },
 )
+NOBODY = Caller()
 WORDS = Grammar(regex="[A-Z][a-z]{1,8}( [a-z]{1,8}){3}\\.")
 STRIPPING = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -57,12 +58,10 @@ class Chat:
         self.messages: list[Message] = [Message("system", "You are a careful assistant.")]
         self.last: Generation | None = None
 
-    async def turn(self, *messages: Message, caller: Caller = Caller(), **fields: Any) -> Ended:
+    async def turn(self, *messages: Message, caller: Caller = NOBODY, **fields: Any) -> Ended:
         self.messages += messages
         choice = fields.pop("choice", "auto")
-        conversation = Conversation(
-            messages=tuple(self.messages), tools=self.tools, choice=choice
-        )
+        conversation = Conversation(messages=tuple(self.messages), tools=self.tools, choice=choice)
         settings: dict[str, Any] = {"max_tokens": 40, "sampling": Sampling(seed=len(self.messages))}
         asked = Turn(prompt=conversation, caller=caller, **{**settings, **fields})
         async with await self.generator.start(asked) as self.last:
@@ -159,7 +158,7 @@ async def test_agents_follow_from_what_was_said(generator: Generator) -> None:
     first, second = Chat(generator), Chat(generator)
     await first.turn(Message("user", "One."), max_tokens=4)
     agent = first.agent
-    await second.turn(Message("user", "One."), max_tokens=4)
+    await second.turn(Message("user", "Another one."), max_tokens=4)
     assert agent
     assert second.agent not in ("", agent)
     fork = Chat(generator)
@@ -174,6 +173,18 @@ async def test_agents_follow_from_what_was_said(generator: Generator) -> None:
     queued = [each.agent for each in found if isinstance(each, events.Queued)]
     assert queued[0] == queued[2] == agent
     assert queued[-1] == "bob"
+
+
+async def test_those_who_said_the_same_stay_two(generator: Generator) -> None:
+    chats = [Chat(generator), Chat(generator)]
+    for chat in chats:
+        await chat.turn(Message("user", "One."), max_tokens=4)
+    assert chats[0].messages == chats[1].messages
+    agents = {chat.agent for chat in chats}
+    for chat in chats:
+        await chat.turn(Message("user", "Two."), max_tokens=4)
+    assert {chat.agent for chat in chats} == agents
+    assert len(agents) == 2
 
 
 async def test_a_turn_that_is_abandoned_leaves_its_agent_free(generator: Generator) -> None:

@@ -110,7 +110,9 @@ def check(chat: ChatFormat, prompt: Prompt, conversation: Conversation) -> None:
 def agreed(prompt: Prompt, history: Sequence[int]) -> int:
     """How many tokens a prompt has in common with a history."""
     pairs = zip(prompt.tokens, history, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(history), len(prompt.tokens)))
+    return next(
+        (at for at, (a, b) in enumerate(pairs) if a != b), min(len(history), len(prompt.tokens))
+    )
 
 
 turns = st.tuples(
