@@ -57,17 +57,15 @@ class Namespace(Struct, frozen=True, kw_only=True):
     reasons: dict[str, int]
 
 
-class NamespaceList(Struct, frozen=True, kw_only=True):
+class NamespaceList(Struct, frozen=True, kw_only=True, tag_field="object", tag="cache.namespaces"):
     """All namespaces that the caller sees."""
 
-    object: Literal["list"] = "list"
     data: tuple[Namespace, ...]
 
 
-class EntryList(Struct, frozen=True, kw_only=True):
+class EntryList(Struct, frozen=True, kw_only=True, tag_field="object", tag="cache.entries"):
     """A page of the entries of a namespace, of which there are `total`."""
 
-    object: Literal["list"] = "list"
     namespace: str
     total: int
     has_more: bool

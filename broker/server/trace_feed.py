@@ -35,7 +35,7 @@ class TraceQuery(Struct, frozen=True, kw_only=True):
     since_time: float | None = None
     limit: int = DEFAULT_LIMIT
     follow: Literal["0", "1", "false", "true"] = "0"
-    format: Literal["jsonl", "json"] = "jsonl"
+    format: Literal["json", "jsonl"] = "json"
 
 
 class TraceAnswer(Struct, frozen=True, kw_only=True):
@@ -158,5 +158,5 @@ def _query(request: Request) -> Query:
         time=seconds(request, "since_time", float("-inf")),
         limit=whole(request, "limit", DEFAULT_LIMIT, 1, MAX_LIMIT),
         follow=follow,
-        as_json=choice(request, "format", "jsonl", ("jsonl", "json")) == "json",
+        as_json=choice(request, "format", "json", ("json", "jsonl")) == "json",
     )

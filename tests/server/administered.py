@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mlx_swarm.broker import Broker, SwarmError
+from mlx_swarm.broker import Broker
 from mlx_swarm.broker.server import (
     cache_admin,
     metrics,
@@ -21,13 +21,11 @@ from mlx_swarm.broker.server import (
     text_routes,
     trace_feed,
 )
+from mlx_swarm.broker.server.app import application
 from mlx_swarm.broker.server.bodies import read, respond
 from mlx_swarm.broker.server.callers import caller
-from mlx_swarm.broker.server.errors import api_error
 from mlx_swarm.broker.server.openapi import Operation
 from mlx_swarm.broker.server.prompts import PromptBody
-from mlx_swarm.broker.server.refusals import refusal
-from mlx_swarm.broker.server.security import Security
 from mlx_swarm.broker.server.service import Service, service_over
 from mlx_swarm.broker.server.settings import ApiKey, ServerSettings
 from mlx_swarm.broker.server.turn import Turn
@@ -73,13 +71,6 @@ def client(url: str, key: str = "") -> httpx.Client:
 
 
 def _application(broker: Broker, settings: ServerSettings) -> Starlette:
-    service = service_over(broker, settings)
-    return Starlette(
-        routes=[route for surface in SURFACES for route in surface.routes(service)],
-        middleware=[Middleware(metrics.HttpCounter), Middleware(Security, settings)],
-        exception_handlers={SwarmError: _answer},
-    )
-
-
-async def _answer(request: Request, error: Exception) -> Response:
-    return refusal(request.scope["path"], api_error(error))
+    made = application(service_over(broker, settings), SURFACES)
+    made.user_middleware.insert(0, Middleware(metrics.HttpCounter))
+    return made
