@@ -1,6 +1,7 @@
 """Answering with one body or a stream of chunks, for APIs in which a request has choices."""
 
 import logging
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 
@@ -97,8 +98,12 @@ class ChunkStream(Response):
 
 
 def _known(error: Exception) -> ApiError:
-    """The error as it is told; what nobody foresaw is in the log."""
+    """The error as it is told. The log has what nobody foresaw, without the message: it may quote
+    what a user wrote.
+    """
     known = api_error(error)
     if known.code == "internal_error":
-        _log.error("a request failed", exc_info=error)
+        raised = traceback.extract_tb(error.__traceback__)[-1]
+        kind = type(error).__name__
+        _log.error("a request failed: %s in %s, line %s", kind, raised.filename, raised.lineno)
     return known

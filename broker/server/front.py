@@ -118,7 +118,9 @@ class _Client:
             answer = refusal(scope["path"], error, self._request_id, {"connection": "close"})
             await answer(scope, receive, self.send)
         elif scope["type"] == "websocket" and not self._is_over:
-            await self.send({"type": "websocket.close", "code": code, "reason": error.message[:120]})
+            await self.send(
+                {"type": "websocket.close", "code": code, "reason": error.message[:120]}
+            )
 
 
 def ending() -> ApiError:

@@ -1,7 +1,7 @@
 """Turns on their way through the broker: rendered, bounded by the context, parsed, remembered."""
 
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -81,7 +81,7 @@ class Generator:
             boundaries=prompt.boundaries,
             max_tokens=max_tokens,
             sampling=sampling,
-            grammar=self._grammar(turn),
+            grammar=self._grammar(turn, prompt),
             stop=turn.stop,
             logprobs=turn.logprobs,
             top_logprobs=turn.top_logprobs,
@@ -94,15 +94,20 @@ class Generator:
             deadline=turn.deadline,
         )
 
-    def _grammar(self, turn: Turn) -> Grammar | None:
-        conversation = turn.prompt
-        if not isinstance(conversation, Conversation) or not conversation.tools:
-            return turn.grammar
+    def _grammar(self, turn: Turn, prompt: Prompt) -> Grammar | None:
+        conversation, wanted = turn.prompt, turn.grammar
+        if not isinstance(conversation, Conversation):
+            return wanted
+        schema = wanted.json_schema if wanted else None
         chat = self.broker.chat_format(turn.model)
         grammar = chat.grammar(
-            conversation.tools, conversation.choice, parallel=conversation.parallel_calls
+            conversation.tools,
+            conversation.choice,
+            parallel=conversation.parallel_calls,
+            schema=schema if isinstance(schema, Mapping) else None,
+            prompt_text=prompt.text,
         )
-        return grammar or turn.grammar
+        return grammar or wanted
 
     def _reader(self, turn: Turn, prompt: Prompt) -> ReplyReader | None:
         if not isinstance(turn.prompt, Conversation):
@@ -146,7 +151,7 @@ class Generation:
         """End it soon, as cancelled. Does not wait."""
         self._stream.cancel()
 
-    async def __aiter__(self) -> AsyncIterator[TurnEvent]:
+    async def __aiter__(self) -> AsyncGenerator[TurnEvent, None]:
         async for event in self._stream:
             match event:
                 case Started():

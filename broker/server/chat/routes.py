@@ -8,11 +8,25 @@ from ..answering import guarded, streamed_answer, whole_answer
 from ..bodies import read
 from ..callers import caller
 from ..openai_fields import caller_fields
+from ..openapi import Operation
 from ..service import Service
 from ..token_texts import TokenTexts
+from .objects import ChatCompletion, Chunk
 from .replies import Answer, Asked
 from .turns import speaks_functions, turns_of
 from .wire import ChatBody
+
+OPERATIONS = (
+    Operation(
+        "POST",
+        "/v1/chat/completions",
+        "Continue a conversation",
+        body=ChatBody,
+        response=ChatCompletion,
+        events=Chunk,
+        errors=(404,),
+    ),
+)
 
 
 def routes(service: Service) -> list[BaseRoute]:

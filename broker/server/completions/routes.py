@@ -8,11 +8,24 @@ from ..answering import guarded, streamed_answer, whole_answer
 from ..bodies import read
 from ..callers import caller
 from ..openai_fields import caller_fields
+from ..openapi import Operation
 from ..service import Service
 from ..token_texts import TokenTexts
 from .replies import Answer, Asked
 from .turns import prompts_of, turns_of
-from .wire import CompletionBody
+from .wire import Completion, CompletionBody
+
+OPERATIONS = (
+    Operation(
+        "POST",
+        "/v1/completions",
+        "Continue texts",
+        body=CompletionBody,
+        response=Completion,
+        events=Completion,
+        errors=(404,),
+    ),
+)
 
 
 def routes(service: Service) -> list[BaseRoute]:
