@@ -15,6 +15,7 @@ from ..models.reply_reader import CallPiece, Piece, ReasoningPiece, ReplyReader,
 from ..request import Completed, Delta, Request, Started, TokenLogprob
 from ..response import ResponseStream
 from .histories import Histories, Prompt
+from .leading_space import LeadingSpace
 from .turn import (
     Began,
     Call,
@@ -135,6 +136,9 @@ class Generation:
         self._generator = generator
         self._stream = stream
         self._reader = reader
+        self._space: LeadingSpace | None = None
+        if reader is None:
+            self._space = LeadingSpace(generator.broker.chat_format(turn.model))
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[Call] = []
@@ -158,7 +162,10 @@ class Generation:
                     yield Began(event.prompt_tokens, event.ram_tokens, event.cold_tokens)
                 case Delta() if self.turn.generate:
                     self._logprobs.extend(event.logprobs)
-                    for each in self._pieces(event.text):
+                    text = event.text
+                    if self._space is not None:
+                        text = await self._space.restored(text, event.tokens)
+                    for each in self._pieces(text):
                         yield each
                 case Completed():
                     for each in self._rest():
