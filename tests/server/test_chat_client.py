@@ -1,4 +1,5 @@
-"""Chat completions and completions as OpenAI's own client sees them, from a real model."""
+"""Chat completions and completions as OpenAI's own client sees them: the real model where what it
+says matters, and a random one where it does not."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -21,7 +22,9 @@ from tests.tiny_broker import check_idle
 
 pytestmark = pytest.mark.timeout(120)
 
-MODEL = SMOLLM2
+RANDOM = (
+    "synthetic:llama?layers=2&hidden=64&heads=4&kv_heads=2&intermediate=128&context=8192&seed=3"
+)
 COLOUR: list[Any] = [{"role": "user", "content": "Name a colour."}]
 WEATHER: Any = {
     "type": "function",
@@ -61,7 +64,7 @@ def _routes(service: Service) -> list[BaseRoute]:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with serving(MODEL, routes=_routes, ram="256MiB", dtype="float32") as url:
+    with serving(RANDOM, routes=_routes, prefill_chunk=16) as url:
         yield url
 
 
@@ -72,9 +75,18 @@ def client(url: str) -> Iterator[openai.OpenAI]:
         assert client.get("../idle", cast_to=str) == "idle"
 
 
+@pytest.fixture(scope="module")
+def smollm2() -> Iterator[openai.OpenAI]:
+    with (
+        serving(SMOLLM2, routes=_routes, dtype="float32") as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client,
+    ):
+        yield client
+
+
 def test_an_answer_is_whole_and_its_stream_is_the_same(client: openai.OpenAI) -> None:
     asked: Any = {
-        "model": MODEL,
+        "model": RANDOM,
         "messages": COLOUR,
         "max_tokens": 8,
         "temperature": 0.9,
@@ -91,8 +103,6 @@ def test_an_answer_is_whole_and_its_stream_is_the_same(client: openai.OpenAI) ->
     for choice in whole.choices:
         assert choice.logprobs is not None
         assert choice.logprobs.content is not None
-        written = b"".join(bytes(each.bytes or []) for each in choice.logprobs.content)
-        assert written.decode().strip() == choice.message.content
         assert all(len(each.top_logprobs) == 2 for each in choice.logprobs.content)
 
     options: Any = {"include_usage": True}
@@ -114,24 +124,31 @@ def test_an_answer_is_whole_and_its_stream_is_the_same(client: openai.OpenAI) ->
         ]
 
 
-def test_a_stop_string_ends_an_answer_before_it(client: openai.OpenAI) -> None:
-    asked: Any = {"model": MODEL, "messages": COLOUR, "max_tokens": 8, "temperature": 0}
-    text = client.chat.completions.create(**asked).choices[0].message.content or ""
+def test_the_real_model_says_what_its_tokens_are(smollm2: openai.OpenAI) -> None:
+    asked: Any = {"model": SMOLLM2, "messages": COLOUR, "max_tokens": 6, "temperature": 0}
+    [choice] = smollm2.chat.completions.create(**asked, logprobs=True).choices
+    assert choice.finish_reason == "length"
+    assert choice.logprobs is not None
+    written = b"".join(bytes(each.bytes or []) for each in choice.logprobs.content or [])
+    text = choice.message.content or ""
+    assert written.decode() == text
     word = text.split()[2]
-    [choice] = client.chat.completions.create(**asked, stop=word).choices
-    assert choice.finish_reason == "stop"
-    assert choice.message.content == text[: text.index(word)]
+    [stopped] = smollm2.chat.completions.create(**asked, stop=word).choices
+    assert stopped.finish_reason == "stop"
+    assert stopped.message.content == text[: text.index(word)]
+    stream = smollm2.chat.completions.create(**asked, stream=True)
+    assert _text(stream, 0) == text
 
 
 def test_a_tool_that_has_to_be_called_is(client: openai.OpenAI) -> None:
     asked: Any = {
-        "model": MODEL,
+        "model": RANDOM,
         "messages": [{"role": "user", "content": "How is the weather in Rome?"}],
         "tools": [TIME, WEATHER],
         "tool_choice": {"type": "function", "function": {"name": "weather"}},
         "parallel_tool_calls": False,
         "temperature": 0,
-        "max_tokens": 60,
+        "max_tokens": 200,
     }
     [choice] = client.chat.completions.create(**asked).choices
     assert choice.finish_reason == "tool_calls"
@@ -160,7 +177,7 @@ def test_a_tool_that_has_to_be_called_is(client: openai.OpenAI) -> None:
 
 
 def test_required_tools_and_functions_before_tools(client: openai.OpenAI) -> None:
-    asked: Any = {"model": MODEL, "messages": COLOUR, "temperature": 0, "max_tokens": 60}
+    asked: Any = {"model": RANDOM, "messages": COLOUR, "temperature": 0, "max_tokens": 200}
     required = client.chat.completions.create(
         **asked, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False
     )
@@ -173,20 +190,18 @@ def test_required_tools_and_functions_before_tools(client: openai.OpenAI) -> Non
     assert old.choices[0].message.function_call.name == "weather"
 
 
-def test_an_answer_keeps_to_a_schema(client: openai.OpenAI) -> None:
-    asked: Any = {"model": MODEL, "messages": COLOUR, "temperature": 0, "max_tokens": 60}
-    parsed = client.chat.completions.parse(**asked, response_format=Colour)
+def test_an_answer_keeps_to_a_schema(smollm2: openai.OpenAI) -> None:
+    asked: Any = {"model": SMOLLM2, "messages": COLOUR, "temperature": 0, "max_tokens": 40}
+    parsed = smollm2.chat.completions.parse(**asked, response_format=Colour)
     assert isinstance(parsed.choices[0].message.parsed, Colour)
-    with client.chat.completions.stream(**asked, response_format=Colour) as stream:
-        streamed = stream.get_final_completion().choices[0].message.parsed
-    assert streamed == parsed.choices[0].message.parsed
-    some = client.chat.completions.create(**asked, response_format={"type": "json_object"})
+    asked["max_tokens"] = 3
+    some = smollm2.chat.completions.create(**asked, response_format={"type": "json_object"})
     assert (some.choices[0].message.content or "").lstrip().startswith("{")
 
 
 def test_completions_of_several_prompts(client: openai.OpenAI) -> None:
     prompts = ["The capital of France is", "One, two, three,"]
-    asked: Any = {"model": MODEL, "prompt": prompts, "n": 2, "seed": 3, "max_tokens": 4}
+    asked: Any = {"model": RANDOM, "prompt": prompts, "n": 2, "seed": 3, "max_tokens": 4}
     whole = client.completions.create(**asked, logprobs=1)
     assert [each.index for each in whole.choices] == [0, 1, 2, 3]
     chunks = list(client.completions.create(**asked, logprobs=1, stream=True))
@@ -196,18 +211,18 @@ def test_completions_of_several_prompts(client: openai.OpenAI) -> None:
         offsets = [at for part in parts if part.logprobs for at in part.logprobs.text_offset or []]
         assert choice.logprobs is not None
         assert offsets == choice.logprobs.text_offset
-        assert "".join(choice.logprobs.tokens or []) == choice.text
+        assert len(offsets) == len(choice.logprobs.tokens or [])
     assert len({each.text for each in whole.choices[:2]}) == 2
 
 
 @pytest.mark.parametrize("max_tokens", [0, 2])
 def test_echo_gives_the_prompt_and_what_it_was_worth(
-    client: openai.OpenAI, max_tokens: int
+    smollm2: openai.OpenAI, max_tokens: int
 ) -> None:
     prompt = "The capital of France is"
-    asked: Any = {"model": MODEL, "max_tokens": max_tokens, "echo": True, "temperature": 0}
-    [choice] = client.completions.create(**asked, prompt=prompt, logprobs=0).choices
-    assert choice.text.startswith(prompt)
+    asked: Any = {"model": SMOLLM2, "max_tokens": max_tokens, "echo": True, "temperature": 0}
+    [choice] = smollm2.completions.create(**asked, prompt=prompt, logprobs=0).choices
+    assert choice.text == prompt + ("", "", " Paris.")[max_tokens]
     assert choice.finish_reason == "length"
     assert choice.logprobs is not None
     assert choice.logprobs.token_logprobs is not None
@@ -217,14 +232,14 @@ def test_echo_gives_the_prompt_and_what_it_was_worth(
     for token, offset in zip(tokens, offsets, strict=True):
         assert choice.text[offset:].startswith(token)
     for logprobs in (None, 0):
-        stream = client.completions.create(**asked, prompt=prompt, logprobs=logprobs, stream=True)
+        stream = smollm2.completions.create(**asked, prompt=prompt, logprobs=logprobs, stream=True)
         assert "".join(each.choices[0].text for each in stream) == choice.text
 
 
 def test_tokens_are_a_prompt_too(client: openai.OpenAI) -> None:
-    asked: Any = {"model": MODEL, "max_tokens": 2, "echo": True, "temperature": 0}
-    one = client.completions.create(**asked, prompt=[504, 3575, 282])
-    several = client.completions.create(**asked, prompt=[[504, 3575, 282], [504]])
+    asked: Any = {"model": RANDOM, "max_tokens": 2, "echo": True, "temperature": 0}
+    one = client.completions.create(**asked, prompt=[65, 66, 67])
+    several = client.completions.create(**asked, prompt=[[65, 66, 67], [68]])
     assert several.choices[0].text == one.choices[0].text
     assert several.usage is not None
     assert several.usage.prompt_tokens == 4
@@ -233,29 +248,29 @@ def test_tokens_are_a_prompt_too(client: openai.OpenAI) -> None:
 def test_errors_have_their_class_and_field(client: openai.OpenAI) -> None:
     create = client.chat.completions.create
     with pytest.raises(openai.BadRequestError) as wrong:
-        create(model=MODEL, messages=COLOUR, temperature=-1)
+        create(model=RANDOM, messages=COLOUR, temperature=-1)
     assert wrong.value.param == "temperature"
     with pytest.raises(openai.NotFoundError) as unknown:
         create(model="nobody", messages=COLOUR)
     assert unknown.value.code == "model_not_found"
-    long: list[Any] = [{"role": "user", "content": "word " * 9000}]
+    long: list[Any] = [{"role": "user", "content": "word " * 2000}]
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as overflow:
-            create(model=MODEL, messages=long, stream=stream)
+            create(model=RANDOM, messages=long, stream=stream)
         assert overflow.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError):
-        create(model=MODEL, messages=COLOUR, logit_bias={"9999999": 1})
+        create(model=RANDOM, messages=COLOUR, logit_bias={"99999": 1})
     with pytest.raises(openai.BadRequestError):
-        client.completions.create(model=MODEL, prompt=[9999999])
+        client.completions.create(model=RANDOM, prompt=[99999])
 
 
-@pytest.mark.parametrize("content", ["word " * 4000, "Count to a million."])
+@pytest.mark.parametrize("content", ["word " * 1500, "Count to a million."])
 def test_a_client_that_goes_away_leaves_nothing(client: openai.OpenAI, content: str) -> None:
     messages: list[Any] = [{"role": "user", "content": content}]
-    asked: Any = {"model": MODEL, "messages": messages, "n": 3, "max_tokens": 3000}
-    asked |= {"logit_bias": {"2": -100}}
+    asked: Any = {"model": RANDOM, "messages": messages, "n": 3, "max_tokens": 3000}
+    asked |= {"extra_body": {"min_tokens": 3000}}
     with pytest.raises(openai.APITimeoutError):
-        client.with_options(timeout=0.3).chat.completions.create(**asked)
+        client.with_options(timeout=0.2).chat.completions.create(**asked)
     stream = client.chat.completions.create(**asked, stream=True)
     if content.startswith("Count"):
         assert next(stream)
@@ -269,7 +284,7 @@ async def test_many_ask_at_once(url: str) -> None:
     texts: dict[int, str | None] = {}
 
     async def ask(seed: int) -> None:
-        asked: Any = {"model": MODEL, "messages": COLOUR, "max_tokens": 4, "seed": seed % 2}
+        asked: Any = {"model": RANDOM, "messages": COLOUR, "max_tokens": 4, "seed": seed % 2}
         found = await client.chat.completions.create(**asked)
         texts[seed] = found.choices[0].message.content
 
