@@ -12,7 +12,7 @@ from ..broker import Broker
 from ..errors import ContextOverflow, EngineFailed
 from ..grammar import Grammar
 from ..models.reply_reader import CallPiece, Piece, ReasoningPiece, ReplyReader, TextPiece
-from ..request import Completed, Delta, Request, Started, TokenLogprob
+from ..request import Completed, Delta, Request, Sampling, Started, TokenLogprob
 from ..response import ResponseStream
 from .histories import Histories, Prompt
 from .leading_space import LeadingSpace
@@ -27,6 +27,9 @@ from .turn import (
     Turn,
     TurnEvent,
 )
+
+BANNED = -100.0
+"""The bias of tokens that begin calls where there are to be none."""
 
 
 class Generator:
@@ -54,6 +57,20 @@ class Generator:
     async def start(self, turn: Turn) -> "Generation":
         """Queue a turn. What would refuse it is raised here, before anything is sent."""
         prompt = await self.prompt(turn)
+        if turn.generate and prompt.scope:
+            prompt = self.histories.join(prompt)
+        try:
+            return await self._queued(turn, prompt)
+        except BaseException:
+            self.left(turn, prompt)
+            raise
+
+    def left(self, turn: Turn, prompt: Prompt) -> None:
+        """A turn that was started with this prompt is over."""
+        if turn.generate and prompt.scope:
+            self.histories.leave(prompt)
+
+    async def _queued(self, turn: Turn, prompt: Prompt) -> "Generation":
         request = self._request(turn, prompt)
         reader = self._reader(turn, prompt)
         stream = self.broker.stream(request)
@@ -74,14 +91,11 @@ class Generator:
             )
         asked = turn.max_tokens or self._default_tokens or left
         max_tokens = min(asked, left) if turn.generate else 1
-        sampling = turn.sampling
-        if sampling.min_tokens > max_tokens:
-            sampling = replace(sampling, min_tokens=max_tokens)
         return Request(
             tokens=prompt.tokens,
             boundaries=prompt.boundaries,
             max_tokens=max_tokens,
-            sampling=sampling,
+            sampling=self._sampling(turn, max_tokens),
             grammar=self._grammar(turn, prompt),
             stop=turn.stop,
             logprobs=turn.logprobs,
@@ -96,19 +110,29 @@ class Generator:
         )
 
     def _grammar(self, turn: Turn, prompt: Prompt) -> Grammar | None:
-        conversation, wanted = turn.prompt, turn.grammar
-        if not isinstance(conversation, Conversation):
-            return wanted
-        schema = wanted.json_schema if wanted else None
-        chat = self.broker.chat_format(turn.model)
-        grammar = chat.grammar(
+        conversation, grammar = turn.prompt, turn.grammar
+        if not isinstance(conversation, Conversation) or not (conversation.tools or grammar):
+            return grammar
+        schema = grammar.json_schema if grammar is not None else None
+        of_tools = self.broker.chat_format(turn.model).grammar(
             conversation.tools,
             conversation.choice,
             parallel=conversation.parallel_calls,
             schema=schema if isinstance(schema, Mapping) else None,
             prompt_text=prompt.text,
         )
-        return grammar or wanted
+        return of_tools or grammar
+
+    def _sampling(self, turn: Turn, max_tokens: int) -> Sampling:
+        sampling, conversation = turn.sampling, turn.prompt
+        is_chat = isinstance(conversation, Conversation)
+        if is_chat and conversation.tools and conversation.choice == "none":
+            banned = self.broker.chat_format(turn.model).banned_tokens()
+            bias = {**sampling.logit_bias, **dict.fromkeys(banned, BANNED)}
+            sampling = replace(sampling, logit_bias=bias)
+        if sampling.min_tokens > max_tokens:
+            sampling = replace(sampling, min_tokens=max_tokens)
+        return sampling
 
     def _reader(self, turn: Turn, prompt: Prompt) -> ReplyReader | None:
         if not isinstance(turn.prompt, Conversation):
@@ -143,6 +167,7 @@ class Generation:
         self._reasoning: list[str] = []
         self._calls: list[Call] = []
         self._logprobs: list[TokenLogprob] = []
+        self._is_over = False
 
     async def end(self) -> Ended:
         """Run to the end."""
@@ -170,7 +195,10 @@ class Generation:
                 case Completed():
                     for each in self._rest():
                         yield each
-                    yield await self._ended(event)
+                    ended = await self._ended(event)
+                    # Whoever reads this may ask for the next turn at once.
+                    self._leave()
+                    yield ended
 
     async def __aenter__(self) -> Self:
         return self
@@ -182,6 +210,12 @@ class Generation:
         traceback: TracebackType | None,
     ) -> None:
         self.cancel()
+        self._leave()
+
+    def _leave(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._generator.left(self.turn, self.prompt)
 
     def _pieces(self, text: str) -> list[TurnEvent]:
         if self._reader is None:
@@ -248,6 +282,7 @@ class Generation:
         """Which stop string the output ended before."""
         if not self.turn.stop or completed.finish_reason != "stop":
             return None
-        raw = await self._generator.broker.decode(completed.tokens, model=self.turn.model)
+        chat = self._generator.broker.chat_format(self.turn.model)
+        raw = await to_thread.run_sync(chat.decode, completed.tokens)
         rest = raw[len(completed.text) :]
         return next((stop for stop in self.turn.stop if rest.startswith(stop)), None)
