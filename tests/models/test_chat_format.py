@@ -158,6 +158,21 @@ def test_thinking_can_be_turned_off() -> None:
     assert chat.render(messages, thinking=True).text == chat.render(messages).text
 
 
+def test_the_switch_of_thinking_may_have_another_name() -> None:
+    model = with_template("{{ messages[0].content }}{% if thinking %}<think>{% endif %}")
+    texts = [model.chat.render([Message("user", "Hi")], thinking=on).text for on in (True, False)]
+    assert texts == ["Hi<think>", "Hi"]
+
+
+def test_tools_are_told_in_the_form_that_the_reader_reads() -> None:
+    """A template may show tools, in a form of which mlx-lm has no parser."""
+    model = with_template(DATED)
+    text = model.chat.render(WORKED, [WEATHER]).text
+    assert "Functions:" not in text
+    assert "You can call the tools below." in text
+    assert '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>' in text
+
+
 @every_model
 @settings(max_examples=20)
 @given(following=st.text(min_size=1).filter(str.strip))
