@@ -13,6 +13,7 @@ from .boundaries import Boundaries, Conversation
 from .marker import Marker
 from .reply_reader import ReplyReader, State, marks_of
 from .template import ChatTemplate
+from .token_bytes import token_bytes
 from .tool_grammar import tool_grammar
 from .tool_syntax import GENERIC, ToolSyntax, think_tags, tool_syntax
 from .turns import Turns, template_tools
@@ -149,6 +150,11 @@ class ChatFormat:
         """The token that begins a call, if it is one: without it there is none."""
         token = self._marker.token(self.syntax.start)
         return () if token is None else (token,)
+
+    def token_bytes(self, tokens: Sequence[int]) -> list[bytes]:
+        """The bytes of each token, a piece of a character included; none for no token at all."""
+        with self._tokenizing:
+            return token_bytes(self._tokenizer, tokens)
 
     @property
     def syntax(self) -> ToolSyntax:

@@ -12,7 +12,7 @@ from .errors import ApiError, invalid
 Body = TypeVar("Body")
 
 _ENCODER = msgspec.json.Encoder()
-_AT = re.compile(r" - at `(?:key in )?\$\.?(?P<path>[^`]*)`$")
+_AT = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
 
 
 def decode(kind: type[Body], data: bytes | str) -> Body:

@@ -1,7 +1,7 @@
 """Turns on their way through the broker: rendered, bounded by the context, parsed, remembered."""
 
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -15,6 +15,7 @@ from ..models.reply_reader import CallPiece, Piece, ReasoningPiece, ReplyReader,
 from ..request import Completed, Delta, Request, Sampling, Started, TokenLogprob
 from ..response import ResponseStream
 from .histories import Histories, Prompt
+from .leading_space import LeadingSpace
 from .turn import (
     Began,
     Call,
@@ -110,7 +111,7 @@ class Generator:
 
     def _grammar(self, turn: Turn, prompt: Prompt) -> Grammar | None:
         conversation, grammar = turn.prompt, turn.grammar
-        if not isinstance(conversation, Conversation) or not conversation.tools:
+        if not isinstance(conversation, Conversation) or not (conversation.tools or grammar):
             return grammar
         schema = grammar.json_schema if grammar is not None else None
         of_tools = self.broker.chat_format(turn.model).grammar(
@@ -159,6 +160,9 @@ class Generation:
         self._generator = generator
         self._stream = stream
         self._reader = reader
+        self._space: LeadingSpace | None = None
+        if reader is None:
+            self._space = LeadingSpace(generator.broker.chat_format(turn.model))
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[Call] = []
@@ -176,14 +180,17 @@ class Generation:
         """End it soon, as cancelled. Does not wait."""
         self._stream.cancel()
 
-    async def __aiter__(self) -> AsyncIterator[TurnEvent]:
+    async def __aiter__(self) -> AsyncGenerator[TurnEvent, None]:
         async for event in self._stream:
             match event:
                 case Started():
                     yield Began(event.prompt_tokens, event.ram_tokens, event.cold_tokens)
                 case Delta() if self.turn.generate:
                     self._logprobs.extend(event.logprobs)
-                    for each in self._pieces(event.text):
+                    text = event.text
+                    if self._space is not None:
+                        text = await self._space.restored(text, event.tokens)
+                    for each in self._pieces(text):
                         yield each
                 case Completed():
                     for each in self._rest():

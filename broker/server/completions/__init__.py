@@ -1,0 +1,1 @@
+"""OpenAI's completions of plain text: `POST /v1/completions`."""
