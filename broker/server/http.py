@@ -65,9 +65,7 @@ class EventStream(StreamingResponse):
         )
 
 
-async def pinged(
-    frames: AsyncIterator[bytes], seconds: float, ping: bytes
-) -> AsyncIterator[bytes]:
+async def pinged(frames: AsyncIterator[bytes], seconds: float, ping: bytes) -> AsyncIterator[bytes]:
     """The frames, and a ping whenever none has come for so many seconds."""
     send, receive = anyio.create_memory_object_stream[bytes](0)
 
