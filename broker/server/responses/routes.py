@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Literal
 
+import anyio
 from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
@@ -130,7 +131,8 @@ class ResponsesApi:
         if run is None:
             return respond(self._stored(id, tenant).response)
         run.cancel()
-        await run.ring.wait_closed()
+        with anyio.move_on_after(self._service.settings.stall_seconds):
+            await run.ring.wait_closed()
         return respond(run.response)
 
     async def delete(self, request: Request) -> HttpResponse:

@@ -1,6 +1,7 @@
 """One response while it is computed: its events in OpenAI's sequence."""
 
 import logging
+import secrets
 import time
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
@@ -20,7 +21,7 @@ from ..service import Service
 from ..turn import Call, Caller, Ended, ReasoningDelta, TextDelta, TurnEvent
 from .conversations import conversation
 from .events import Completed, Created, Failed, Incomplete, InProgress, Lifecycle, ResponseEvent
-from .items import input_items, new_id
+from .items import input_items
 from .logprobs import TokenTexts
 from .objects import (
     IncompleteDetails,
@@ -137,7 +138,7 @@ class ResponseRun:
         self._previous = previous
         self._output = OutputWriter()
         self._texts = TokenTexts(service.broker, generation.turn.model)
-        self._events = self._run()
+        self._events: AsyncGenerator[ResponseEvent, None] | None = None
         stores.live.add(self)
         weakref.finalize(self, self.ring.close)
 
@@ -154,6 +155,8 @@ class ResponseRun:
         return self.response
 
     def __aiter__(self) -> AsyncIterator[ResponseEvent]:
+        if self._events is None:
+            self._events = self._run()
         return self._events
 
     async def __aenter__(self) -> Self:
@@ -165,8 +168,9 @@ class ResponseRun:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.cancel()
-        await self._events.aclose()
+        if self._events is not None:
+            await self._events.aclose()
+        await self._generation.__aexit__(kind, error, traceback)
         if not self.ring.is_closed:
             for each in self._ending(Incomplete, "cancelled"):
                 self._pushed(each)
@@ -261,7 +265,7 @@ def _agent(caller: Caller, previous: Stored | None, stores: Stores) -> Caller:
         return caller
     agent, swarm = previous.agent, caller.swarm or previous.swarm
     if previous.was_continued or stores.live.is_running(caller.tenant, agent):
-        agent = new_id("fork")[:16]
+        agent = f"chat-{secrets.token_hex(4)}"
     return replace(caller, agent=agent, swarm=swarm)
 
 
