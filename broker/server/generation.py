@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from ..broker import Broker
 from ..errors import ContextOverflow, EngineFailed
 from ..grammar import Grammar
-from ..models.chat_format import ChatFormat
 from ..models.reply_reader import CallPiece, Piece, ReasoningPiece, ReplyReader, TextPiece
 from ..request import Completed, Delta, Request, Started, TokenLogprob
 from ..response import ResponseStream
@@ -54,6 +53,20 @@ class Generator:
     async def start(self, turn: Turn) -> "Generation":
         """Queue a turn. What would refuse it is raised here, before anything is sent."""
         prompt = await self.prompt(turn)
+        if turn.generate and prompt.scope:
+            prompt = self.histories.join(prompt)
+        try:
+            return await self._queued(turn, prompt)
+        except BaseException:
+            self.left(turn, prompt)
+            raise
+
+    def left(self, turn: Turn, prompt: Prompt) -> None:
+        """A turn that was started with this prompt is over."""
+        if turn.generate and prompt.scope:
+            self.histories.leave(prompt)
+
+    async def _queued(self, turn: Turn, prompt: Prompt) -> "Generation":
         request = self._request(turn, prompt)
         reader = self._reader(turn, prompt)
         stream = self.broker.stream(request)
@@ -135,6 +148,7 @@ class Generation:
         self._reasoning: list[str] = []
         self._calls: list[Call] = []
         self._logprobs: list[TokenLogprob] = []
+        self._is_over = False
 
     async def end(self) -> Ended:
         """Run to the end."""
@@ -159,7 +173,10 @@ class Generation:
                 case Completed():
                     for each in self._rest():
                         yield each
-                    yield await self._ended(event)
+                    ended = await self._ended(event)
+                    # Whoever reads this may ask for the next turn at once.
+                    self._leave()
+                    yield ended
 
     async def __aenter__(self) -> Self:
         return self
@@ -171,6 +188,12 @@ class Generation:
         traceback: TracebackType | None,
     ) -> None:
         self.cancel()
+        self._leave()
+
+    def _leave(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._generator.left(self.turn, self.prompt)
 
     def _pieces(self, text: str) -> list[TurnEvent]:
         if self._reader is None:
@@ -237,6 +260,7 @@ class Generation:
         """Which stop string the output ended before."""
         if not self.turn.stop or completed.finish_reason != "stop":
             return None
-        raw = await self._generator.broker.decode(completed.tokens, model=self.turn.model)
+        chat = self._generator.broker.chat_format(self.turn.model)
+        raw = await to_thread.run_sync(chat.decode, completed.tokens)
         rest = raw[len(completed.text) :]
         return next((stop for stop in self.turn.stop if rest.startswith(stop)), None)
