@@ -92,7 +92,7 @@ def _item(where: str, item: Item, find: FindItem) -> Item:
     kind = item.get("type") or ("message" if "role" in item else "item_reference")
     if kind == "item_reference":
         return _referred(where, item, find)
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         known = ", ".join((*KINDS, "item_reference"))
         raise invalid(f"{where}.type is {kind!r}; it must be one of {known}", f"{where}.type")
     id = item.get("id")
