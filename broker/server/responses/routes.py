@@ -1,0 +1,243 @@
+"""The Responses API over HTTP."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Literal
+
+import anyio
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response as HttpResponse
+from starlette.routing import BaseRoute, Route
+
+from ..bodies import read, respond
+from ..callers import caller
+from ..errors import ApiError, invalid
+from ..http import CLIENT_CLOSED_REQUEST, EventStream, Gone, frame, refuse, unless_gone
+from ..service import Service
+from .events import ErrorEvent, ResponseEvent
+from .objects import Item
+from .ring import EventRing
+from .run import ResponseRun, count_tokens, start_run
+from .store import Stored, Stores, not_found
+from .wire import CreateResponse
+
+Endpoint = Callable[[Request], Awaitable[HttpResponse]]
+
+DEFAULT_ITEMS = 20
+MOST_ITEMS = 100
+
+
+class ItemList(Struct, frozen=True, kw_only=True):
+    """Input items of a response, a page of them."""
+
+    object: Literal["list"] = "list"
+    data: list[Item]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class Deleted(Struct, frozen=True):
+    """A response that is no more."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
+class TokenCount(Struct, frozen=True):
+    """How many tokens the prompt of a request has."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
+def routes(service: Service, stores: Stores) -> list[BaseRoute]:
+    """The endpoints below /v1/responses. `stores` are shared with those over WebSocket."""
+    api = ResponsesApi(service, stores)
+    one = "/v1/responses/{id}"
+    return [
+        Route("/v1/responses", _guarded(api.create), methods=["POST"]),
+        Route("/v1/responses/input_tokens", _guarded(api.count), methods=["POST"]),
+        Route(one, _guarded(api.retrieve), methods=["GET"]),
+        Route(one, _guarded(api.delete), methods=["DELETE"]),
+        Route(f"{one}/cancel", _guarded(api.cancel), methods=["POST"]),
+        Route(f"{one}/input_items", _guarded(api.input_items), methods=["GET"]),
+    ]
+
+
+def error_body(error: ApiError) -> object:
+    """An error as OpenAI writes it."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.type,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+class ResponsesApi:
+    """The endpoints; each raises what is wrong."""
+
+    def __init__(self, service: Service, stores: Stores) -> None:
+        self._service = service
+        self._stores = stores
+
+    async def create(self, request: Request) -> HttpResponse:
+        """Compute a response; a client that goes away cancels it."""
+        body = await read(request, CreateResponse)
+        who = caller(
+            request,
+            cache_key=body.prompt_cache_key,
+            user=body.user or body.safety_identifier,
+            metadata=body.metadata,
+        )
+        if body.stream:
+            run = await unless_gone(
+                request, lambda: start_run(self._service, body, who, self._stores)
+            )
+            return self._stream(_frames(run))
+
+        async def whole() -> HttpResponse:
+            async with await start_run(self._service, body, who, self._stores) as run:
+                return respond(await run.end())
+
+        return await unless_gone(request, whole)
+
+    async def count(self, request: Request) -> HttpResponse:
+        """How many tokens a request's prompt has; nothing is computed."""
+        body = await read(request, CreateResponse)
+        tokens = await count_tokens(self._service, body, caller(request), self._stores)
+        return respond(TokenCount(tokens))
+
+    async def retrieve(self, request: Request) -> HttpResponse:
+        """A response as it is now, or its events again."""
+        id, tenant = _asked(request)
+        run = self._stores.live.find(id, tenant)
+        if not _flag(request, "stream"):
+            return respond(run.response if run else self._stored(id, tenant).response)
+        after = _number(request, "starting_after", -1)
+        ring = run.ring if run else self._events(id, tenant)
+        ring.check(after)
+        return self._stream(_followed(ring, after))
+
+    async def cancel(self, request: Request) -> HttpResponse:
+        """End a response soon; one that has ended stays as it is."""
+        id, tenant = _asked(request)
+        run = self._stores.live.find(id, tenant)
+        if run is None:
+            return respond(self._stored(id, tenant).response)
+        run.cancel()
+        with anyio.move_on_after(self._service.settings.stall_seconds):
+            await run.ring.wait_closed()
+        return respond(run.response)
+
+    async def delete(self, request: Request) -> HttpResponse:
+        """Forget a response; those that continue it go on."""
+        id, tenant = _asked(request)
+        if not self._stores.shared.delete(id, tenant):
+            raise not_found(id)
+        self._stores.live.forget(id)
+        return respond(Deleted(id))
+
+    async def input_items(self, request: Request) -> HttpResponse:
+        """The items that a response is the answer to, those of the responses before included."""
+        id, tenant = _asked(request)
+        chain = self._stored(id, tenant).chain()
+        items = [item for stored in chain[:-1] for item in stored.items()]
+        items += chain[-1].input
+        if request.query_params.get("order", "desc") != "asc":
+            items.reverse()
+        return respond(_page(items, request))
+
+    def _stored(self, id: str, tenant: str) -> Stored:
+        stored = self._stores.find(id, tenant)
+        if stored is None:
+            raise not_found(id)
+        return stored
+
+    def _events(self, id: str, tenant: str) -> EventRing:
+        self._stored(id, tenant)
+        ring = self._stores.live.events(id)
+        if ring is None:
+            raise invalid(f"the events of the response '{id}' are gone", "stream")
+        return ring
+
+    def _stream(self, frames: AsyncIterator[bytes]) -> EventStream:
+        return EventStream(frames, ping_seconds=self._service.settings.ping_seconds)
+
+
+async def _frames(run: ResponseRun) -> AsyncIterator[bytes]:
+    async with run:
+        async for event in run:
+            yield frame(event, event.type)
+
+
+async def _followed(ring: EventRing, after: int) -> AsyncIterator[bytes]:
+    last = after
+    try:
+        async with aclosing(ring.follow(after)) as events:
+            async for event in events:
+                last = event.sequence_number
+                yield frame(event, event.type)
+    except ApiError as error:
+        yield _error_frame(error, last + 1)
+
+
+def _error_frame(error: ApiError, number: int) -> bytes:
+    event: ResponseEvent = ErrorEvent(
+        sequence_number=number, message=error.message, code=error.code, param=error.param
+    )
+    return frame(event, event.type)
+
+
+def _guarded(endpoint: Endpoint) -> Endpoint:
+    async def answer(request: Request) -> HttpResponse:
+        try:
+            return await endpoint(request)
+        except ApiError as error:
+            return refuse(error, error_body)
+        except Gone:
+            return HttpResponse(status_code=CLIENT_CLOSED_REQUEST)
+
+    return answer
+
+
+def _asked(request: Request) -> tuple[str, str]:
+    return request.path_params["id"], caller(request).tenant
+
+
+def _flag(request: Request, name: str) -> bool:
+    return request.query_params.get(name, "").lower() in ("true", "1")
+
+
+def _number(request: Request, name: str, default: int) -> int:
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError as error:
+        raise invalid(f"{name} is {text!r}; it must be a whole number", name) from error
+
+
+def _page(items: list[Item], request: Request) -> ItemList:
+    limit = _number(request, "limit", DEFAULT_ITEMS)
+    if not 1 <= limit <= MOST_ITEMS:
+        raise invalid(f"limit is {limit}; it must be in [1, {MOST_ITEMS}]", "limit")
+    after = request.query_params.get("after")
+    if after is not None:
+        at = next((at for at, item in enumerate(items) if item["id"] == after), None)
+        if at is None:
+            raise invalid(f"no item has the id {after!r}", "after")
+        items = items[at + 1 :]
+    data = items[:limit]
+    return ItemList(
+        data=data,
+        first_id=data[0]["id"] if data else None,
+        last_id=data[-1]["id"] if data else None,
+        has_more=len(items) > limit,
+    )
