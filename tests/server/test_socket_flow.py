@@ -1,0 +1,208 @@
+"""The Responses API over WebSocket where clients are slow, drop, and come back."""
+
+import tracemalloc
+
+import anyio
+import pytest
+from websockets.asyncio.client import ClientConnection
+
+from mlx_swarm.broker.server.settings import ServerSettings
+from tests.server.sockets import (
+    Event,
+    Running,
+    answer,
+    check_numbers,
+    create,
+    events,
+    hear,
+    running,
+    say,
+)
+
+pytestmark = pytest.mark.anyio
+
+LONG = "synthetic:llama?layers=1&hidden=32&heads=2&intermediate=64&context=4096&seed=3"
+GREEDY = {"temperature": 0, "logit_bias": {"257": -100, "258": -100, "256": -100}}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def deltas(found: list[Event]) -> str:
+    """The text of the deltas."""
+    return "".join(e["delta"] for e in found if e["type"] == "response.output_text.delta")
+
+
+async def no_reader(server: Running) -> ClientConnection:
+    """A client whose system takes little, and which reads nothing."""
+    client = await server.connect(max_queue=1, ping_interval=None)
+    client.transport.pause_reading()
+    return client
+
+
+async def test_memory_is_bounded_for_a_client_that_never_reads() -> None:
+    settings = ServerSettings(outbox_bytes=50_000, stall_seconds=60, max_lanes=8)
+    async with running(LONG, settings=settings, max_rows=4) as server:
+        client = await no_reader(server)
+        before = after = 0
+        tracemalloc.start()
+        try:
+            for burst in range(8):
+                # Each of these events is told the client several times over.
+                for number in range(40):
+                    await create(
+                        client,
+                        stream_id=str(number % 8),
+                        max_output_tokens=1,
+                        instructions=4000 * "x",
+                    )
+                await anyio.sleep(0.05)
+                size = tracemalloc.get_traced_memory()[0]
+                before, after = (size, size) if burst == 1 else (before, size)
+        finally:
+            tracemalloc.stop()
+            client.transport.abort()
+        assert after - before < 6_000_000
+
+
+async def test_a_client_that_never_reads_is_closed_and_the_others_do_not_wait() -> None:
+    settings = ServerSettings(outbox_bytes=20_000, stall_seconds=0.3)
+    async with running(LONG, settings=settings) as server, server.connect() as other:
+        client = await no_reader(server)
+        # So much that it is more than what the systems on both sides take.
+        for number in range(60):
+            await create(
+                client,
+                stream_id=str(number),
+                generate=False,
+                metadata={"a": 512 * "x"},
+                instructions=2000 * "x",
+            )
+            if number == 30:
+                await answer(other)
+        with anyio.fail_after(60):
+            while server.service.draining.running or len(server.stores.live):
+                await answer(other, max_output_tokens=1)
+        client.transport.resume_reading()
+        async for _ in client:
+            pass
+        assert client.close_code in (1013, 1006)
+        await answer(other)
+
+
+async def test_deltas_that_wait_are_merged_and_say_the_same() -> None:
+    settings = ServerSettings(outbox_bytes=100_000_000)
+    async with running(LONG, settings=settings) as server, server.connect() as client:
+        fields = {"max_output_tokens": 600, **GREEDY}
+        await create(client, **fields)
+        plain = await events(client)
+        slow = await no_reader(server)
+        await create(slow, 8000 * "blocks", truncation="auto", stream_id="lost")
+        slow.transport.resume_reading()
+        await create(slow, **fields)
+        merged = [e for e in await events(slow) if e.get("stream_id") is None]
+        merged = merged or await events(slow)
+        check_numbers(plain)
+        check_numbers(merged)
+        assert deltas(merged) == deltas(plain)
+        slow.transport.abort()
+
+
+async def test_who_comes_back_misses_nothing_and_gets_nothing_twice() -> None:
+    async with running(LONG) as server:
+        for keep in range(0, 40, 5):
+            async with server.connect() as client:
+                await create(client, max_output_tokens=12, **GREEDY)
+                whole = await events(client)
+                id = whole[0]["response"]["id"]
+            kept = whole[:keep]
+            after = kept[-1]["sequence_number"] if kept else -1
+            async with server.connect() as client:
+                await say(client, type="broker.resume", response_id=id, starting_after=after)
+                rest = await events(client) if after < whole[-1]["sequence_number"] else []
+            assert kept + rest == whole
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+async def test_who_drops_out_gets_the_rest_of_what_was_cancelled_then(is_stored: bool) -> None:
+    async with running(LONG) as server:
+        client = await server.connect()
+        await create(client, max_output_tokens=3000, store=is_stored, **GREEDY)
+        kept = [await hear(client) for _ in range(20)]
+        client.transport.abort()
+        await server.check_idle()
+        async with server.connect() as again:
+            id, after = kept[0]["response"]["id"], kept[-1]["sequence_number"]
+            await say(
+                again, type="broker.resume", response_id=id, starting_after=after, stream_id="r"
+            )
+            rest = await events(again)
+        assert {event["stream_id"] for event in rest} == {"r"}
+        assert rest[0]["sequence_number"] == after + 1
+        check_numbers(kept + rest)
+        last = rest[-1]["response"]
+        assert last["status"] == "cancelled"
+        assert deltas(kept + rest) == last["output"][0]["content"][0]["text"]
+
+
+async def test_another_connection_follows_what_runs() -> None:
+    async with running(LONG) as server, server.connect() as one, server.connect() as other:
+        await create(one, max_output_tokens=200, store=False, **GREEDY)
+        created = await hear(one)
+        await say(other, type="broker.resume", response_id=created["response"]["id"])
+        followed = await events(other)
+        assert [e["sequence_number"] for e in followed] == list(range(len(followed)))
+        assert deltas(followed) == deltas(await events(one))
+
+
+async def test_events_that_are_gone_are_said_to_be_and_which_is_the_first() -> None:
+    async with running(LONG, settings=ServerSettings(ring_events=8)) as server:
+        async with server.connect() as client:
+            await create(client, max_output_tokens=30, **GREEDY)
+            whole = await events(client)
+            id, last = whole[0]["response"]["id"], whole[-1]["sequence_number"]
+            await say(client, type="broker.resume", response_id=id, starting_after=2)
+            error = (await hear(client))["error"]
+            assert (error["code"], error["param"]) == ("events_gone", "starting_after")
+            assert str(last - 7) in error["message"]
+            await say(client, type="broker.resume", response_id=id, starting_after=last - 8)
+            assert await events(client) == whole[-8:]
+
+
+async def test_our_own_events_come_to_who_asked_and_are_ended() -> None:
+    async with running() as server, server.connect() as one, server.connect() as other:
+        await answer(other)
+        await say(one, type="broker.subscribe", events=["trace", "statistics"])
+        assert (await hear(one))["events"] == ["statistics", "trace"]
+        await answer(other)
+        await create(one)
+        told = [await hear(one)]
+        while told[-1].get("event", {}).get("event") != "Finished":
+            told.append(await hear(one))
+        trace = [each for each in told if each["type"] == "broker.trace"]
+        assert {each["event"]["request"] for each in trace} == {"request-3"}
+        assert trace[0]["event"]["event"] == "Queued"
+        numbers = [each["number"] for each in trace]
+        assert numbers == sorted(set(numbers))
+        assert any(each["type"] == "broker.statistics" for each in told)
+        await say(one, type="broker.unsubscribe")
+        while told[-1]["type"] != "broker.subscribed":
+            told.append(await hear(one))
+        assert told[-1]["events"] == []
+        await create(one)
+        assert {event["type"].split(".")[0] for event in await events(one)} == {"response"}
+
+
+async def test_each_lane_is_an_agent_unless_the_request_names_one() -> None:
+    async with running() as server, server.connect() as client:
+        first = await answer(client, stream_id="a")
+        await answer(client, stream_id="b", previous_response_id=first["id"])
+        await answer(client, stream_id="a")
+        await answer(client, stream_id="a", prompt_cache_key="named")
+        await answer(client, metadata={"agent": "known"})
+        found = server.service.broker.recorder.events()
+        agents = [event.agent for event in found if hasattr(event, "max_tokens")]
+        assert agents[0] == agents[2] != agents[1]
+        assert [agent.rpartition("/")[2] for agent in agents] == ["a", "b", "a", "named", "known"]
