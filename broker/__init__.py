@@ -33,12 +33,16 @@ from .request import FinishReason as FinishReason
 from .request import Grammar as Grammar
 from .request import Message as Message
 from .request import ModelInfo as ModelInfo
+from .request import NamedTool as NamedTool
 from .request import Request as Request
 from .request import RequestId as RequestId
 from .request import Sampling as Sampling
 from .request import Started as Started
 from .request import StreamEvent as StreamEvent
 from .request import TokenLogprob as TokenLogprob
+from .request import Tool as Tool
+from .request import ToolCall as ToolCall
+from .request import ToolChoice as ToolChoice
 from .request import Usage as Usage
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from anyio import get_cancelled_exc_class, to_thread
 from msgspec import Struct
 
 from .backend import describe, require_mlx
-from .checks import check_kind, check_range, check_text, check_wait, is_number
+from .checks import check_kind, check_range, check_sized, check_text, check_wait, is_number
 from .engine.fairness import Party
 from .engine.mailbox import Mailbox
 from .engine.submission import MAX_QUEUE, Submission
@@ -26,7 +26,16 @@ from .errors import (
     ModelUnreadable,
     SwarmError,
 )
-from .request import Completed, Message, ModelInfo, Request, RequestId, check_messages
+from .request import (
+    Completed,
+    Message,
+    ModelInfo,
+    Request,
+    RequestId,
+    Tool,
+    check_messages,
+    check_tools,
+)
 from .response import ResponseStream
 from .sizes import parse_size
 from .texts import Addition, Texts
@@ -36,7 +45,7 @@ if TYPE_CHECKING:
     from .cache.cold import Flushed
     from .engine.loop import EngineLoop
     from .engine.settings import EngineStatistics
-    from .models import LoadedModel, Progress, Rendered
+    from .models import ChatFormat, LoadedModel, Progress, Rendered
 
 CLOSED_IN_LOADING = "the broker was closed while its model was loading"
 MOST_FLUSH_SECONDS = 86_400.0
@@ -195,10 +204,28 @@ class Broker:
         """The models that requests can name, the first one first."""
         return await self._running().call(lambda engine: engine.models())
 
-    async def render(self, messages: Sequence[Message], *, model: str = "") -> "Rendered":
-        """Messages as the chat template of a model puts them, ready for a reply."""
+    async def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        model: str = "",
+        thinking: bool | None = None,
+    ) -> "Rendered":
+        """Messages and tools as the chat template of a model puts them, ready for a reply.
+
+        `thinking` turns reasoning on or off, for models that leave the choice.
+        """
         check_messages(messages)
-        return await to_thread.run_sync(self._text_of(model).render, messages)
+        check_tools(tools)
+        if thinking is not None:
+            check_kind("thinking", thinking, bool, "True, False or None")
+        chat = self.chat_format(model)
+        return await to_thread.run_sync(lambda: chat.render(messages, tools, thinking=thinking))
+
+    def chat_format(self, model: str = "") -> "ChatFormat":
+        """How a model takes part in conversations; raises `ModelNotFound`."""
+        return self._text_of(model).chat
 
     def context_of(self, model: str = "") -> int:
         """How many tokens a model's context has. Raises `ModelNotFound`."""
@@ -208,6 +235,11 @@ class Broker:
         """Text as tokens of a model."""
         check_text("text", text)
         return await to_thread.run_sync(self._text_of(model).encode, text)
+
+    async def decode(self, tokens: Sequence[int], *, model: str = "") -> str:
+        """Tokens of a model as text, special ones included; raises `InvalidRequest` for others."""
+        check_sized("tokens", tokens)
+        return await to_thread.run_sync(self._text_of(model).decode, tokens)
 
     def next_use(
         self, seconds: float, *, agent: str = "", swarm: str = "", tenant: str = ""

@@ -5,31 +5,29 @@ template), `text` (tokenized as it stands) or `tokens` (ids, used as they are).
 """
 
 from collections.abc import Sequence
-from typing import Literal, NewType, Self, get_args
+from typing import Literal, NewType, Self
 
 from msgspec import Struct, field
 
 from .checks import check_kind, check_range, check_sized, check_text, check_wait, check_whole
 from .errors import InvalidRequest
 from .grammar import Grammar as Grammar
+from .messages import Message as Message
+from .messages import NamedTool as NamedTool
+from .messages import Tool as Tool
+from .messages import ToolCall as ToolCall
+from .messages import ToolChoice as ToolChoice
+from .messages import check_messages as check_messages
+from .messages import check_tools as check_tools
 from .sampling import Sampling as Sampling
 
 RequestId = NewType("RequestId", str)
 FinishReason = Literal["stop", "length", "cancelled"]
-Role = Literal["system", "user", "assistant"]
 
 MAX_STOPS = 64
 MAX_TOP_LOGPROBS = 20
 MAX_PRIORITY = 10
 MAX_DEADLINE = 1e6
-ROLES = get_args(Role)
-
-
-class Message(Struct, frozen=True):
-    """One turn of a conversation."""
-
-    role: Role
-    content: str
 
 
 class Request(Struct, frozen=True, kw_only=True):
@@ -176,19 +174,6 @@ class Request(Struct, frozen=True, kw_only=True):
                 f"a grammar follows one token at a time; it does not go with the draft "
                 f"{self.draft!r}"
             )
-
-
-def check_messages(messages: Sequence[Message]) -> None:
-    """Raise `InvalidRequest` unless each is a `Message` with a known role and text."""
-    check_sized("messages", messages)
-    for number, message in enumerate(messages):
-        check_kind(f"message {number}", message, Message, "a Message")
-        if message.role not in ROLES:
-            known = ", ".join(ROLES)
-            raise InvalidRequest(
-                f"message {number} has the role {message.role!r}; it must be one of {known}"
-            )
-        check_text(f"the content of message {number}", message.content)
 
 
 class Usage(Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ import pytest
 from msgspec.structs import replace
 
 from mlx_swarm.broker import Broker, Completed, Message, Request
-from mlx_swarm.broker.models.loaded import common_prefix
+from mlx_swarm.broker.models.boundaries import common_prefix
 from tests.tiny_broker import check_idle, inside, reference
 
 # About ten seconds on an idle machine with two cores.

@@ -23,6 +23,7 @@ LAYERS = (
         "broker.sizes",
         "broker.sampling",
         "broker.grammar",
+        "broker.messages",
         "broker.request",
     ),
     ("broker.trace",),
@@ -39,6 +40,7 @@ FRONTS = ("broker", "agents", "")
 
 WITHOUT_MLX = (
     "broker/request.py",
+    "broker/messages.py",
     "broker/sampling.py",
     "broker/grammar.py",
     "broker/checks.py",

@@ -13,19 +13,31 @@ from ..backend import require_mlx
 if TYPE_CHECKING:
     from .adapters import adapter_bytes as adapter_bytes
     from .adapters import load_adapter as load_adapter
+    from .chat_format import ChatFormat as ChatFormat
+    from .chat_format import Rendered as Rendered
     from .identity import ModelIdentity as ModelIdentity
     from .identity import namespace_digest as namespace_digest
     from .loaded import LoadedModel as LoadedModel
-    from .loaded import Rendered as Rendered
     from .loading import load as load
     from .loading import prepare as prepare
     from .progress import Progress as Progress
+    from .reply_reader import CallPiece as CallPiece
+    from .reply_reader import Piece as Piece
+    from .reply_reader import ReasoningPiece as ReasoningPiece
+    from .reply_reader import ReplyReader as ReplyReader
+    from .reply_reader import TextPiece as TextPiece
 
 _HOMES = {
+    "CallPiece": "reply_reader",
+    "ChatFormat": "chat_format",
     "LoadedModel": "loaded",
     "ModelIdentity": "identity",
+    "Piece": "reply_reader",
     "Progress": "progress",
-    "Rendered": "loaded",
+    "ReasoningPiece": "reply_reader",
+    "Rendered": "chat_format",
+    "ReplyReader": "reply_reader",
+    "TextPiece": "reply_reader",
     "adapter_bytes": "adapters",
     "load": "loading",
     "load_adapter": "adapters",

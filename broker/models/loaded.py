@@ -2,41 +2,27 @@
 
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from copy import copy
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import mlx.nn as nn
 import msgspec
-from jinja2 import TemplateError
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..checks import check_kind
 from ..errors import InvalidRequest
-from ..request import Message
+from ..messages import Message
+from .chat_format import ChatFormat, Rendered
 from .identity import ModelIdentity
-from .reasons import reason_of
-
-# What may follow instructions: a token that merges with any of these is not shared by all
-# conversations.
-PROBES = ("A", "b", "0", " ", "\n", "\n\n", ".", "é", "")
-KEPT_PREFIXES = 256
-
-
-class Rendered(NamedTuple):
-    """A conversation as tokens. `boundaries` holds the length up to which every conversation with
-    the same leading system message agrees; it is empty if there is no system message."""
-
-    tokens: list[int]
-    boundaries: tuple[int, ...]
 
 
 class LoadedModel:
     """A stock mlx-lm model, its tokenizer, its configuration and its identity.
 
     `context_length` is in tokens; `dtype` is what it computes in. `adapter` is the name of the
-    adapter that the model carries, empty without one. `encode` and `render` may be
-    called from any thread; the model and its caches belong to the thread that loaded it.
+    adapter that the model carries, empty without one. `encode`, `decode`, `render` and `chat` may
+    be used from any thread; the model and its caches belong to the thread that loaded it.
     """
 
     def __init__(
@@ -58,7 +44,7 @@ class LoadedModel:
         self.adapter = ""
         # The tokenizers of transformers change their own settings while they encode.
         self._tokenizing = threading.Lock()
-        self._shared_prefixes: dict[str, list[int]] = {}
+        self.chat = ChatFormat(name, tokenizer, self._tokenizing)
 
     @property
     def dtype(self) -> str:
@@ -84,6 +70,19 @@ class LoadedModel:
         with self._tokenizing:
             return list(self.tokenizer.encode(text, add_special_tokens=add_special))
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, special ones included. Raises `InvalidRequest` for what is no token
+        of the vocabulary."""
+        size = len(self.tokenizer)
+        for token in tokens:
+            check_kind("a token", token, int, "a token id")
+            if not 0 <= token < size:
+                raise InvalidRequest(
+                    f"token {token} is outside the vocabulary of {self.name}, 0 to {size - 1}"
+                )
+        with self._tokenizing:
+            return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
+
     def tokenizer_json(self) -> str:
         """The tokenizer as the `tokenizers` library writes it, without padding and truncation.
 
@@ -102,12 +101,7 @@ class LoadedModel:
 
         Raises `InvalidRequest` if the model has no template or the template refuses the messages.
         """
-        with self._tokenizing:
-            tokens = self._apply(messages, add_generation_prompt)
-            if not messages or messages[0].role != "system":
-                return Rendered(tokens, ())
-            shared = common_prefix([tokens, self._shared_prefix(messages[0])])
-        return Rendered(tokens, (len(shared),) if shared else ())
+        return self.chat.render(messages, add_generation_prompt=add_generation_prompt)
 
     def release(self) -> None:
         """Let go of the weights. Text can be encoded and rendered as before, nothing else."""
@@ -120,48 +114,3 @@ class LoadedModel:
     def new_detokenizer(self) -> Any:
         """A streaming detokenizer of mlx-lm for one sequence."""
         return self.tokenizer.detokenizer
-
-    def _shared_prefix(self, system: Message) -> list[int]:
-        """The tokens that every conversation after this system message starts with."""
-        found = self._shared_prefixes.pop(system.content, None)
-        if found is None:
-            found = self._measured_prefix(system)
-        self._shared_prefixes[system.content] = found
-        if len(self._shared_prefixes) > KEPT_PREFIXES:
-            self._shared_prefixes.pop(next(iter(self._shared_prefixes)))
-        return found
-
-    def _measured_prefix(self, system: Message) -> list[int]:
-        rendered = []
-        for probe in PROBES:
-            # A template may refuse an empty turn, say; no conversation then has one.
-            with suppress(InvalidRequest):
-                rendered.append(self._apply([system, Message("user", probe)], True))
-        return common_prefix(rendered) if len(rendered) > 1 else []
-
-    def _apply(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
-        if not self.tokenizer.has_chat_template:
-            raise InvalidRequest(
-                f"{self.name} has no chat template: give text or tokens instead of messages"
-            )
-        turns = [{"role": message.role, "content": message.content} for message in messages]
-        try:
-            tokens = self.tokenizer.apply_chat_template(
-                turns, add_generation_prompt=add_generation_prompt
-            )
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
-            roles = ", ".join(message.role for message in messages)
-            raise InvalidRequest(
-                f"the chat template of {self.name} refuses the roles {roles}: {reason_of(error)}"
-            ) from error
-        return list(tokens)
-
-
-def common_prefix(sequences: Sequence[Sequence[int]]) -> list[int]:
-    """The longest list of tokens that all sequences start with."""
-    shared: list[int] = []
-    for column in zip(*sequences, strict=False):
-        if len(set(column)) > 1:
-            break
-        shared.append(column[0])
-    return shared

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlx_swarm.broker.errors import InvalidRequest
 from mlx_swarm.broker.models import LoadedModel, Rendered, load
-from mlx_swarm.broker.models.loaded import common_prefix
+from mlx_swarm.broker.models.boundaries import common_prefix
 from mlx_swarm.broker.request import Message
 
 SYSTEM = Message("system", "You are brief.\n")
@@ -118,7 +118,7 @@ def test_kept_prefixes_are_bounded() -> None:
     model = load("synthetic:llama?layers=1&hidden=16&heads=1")
     for index in range(300):
         model.render([Message("system", f"Agent {index}"), Message("user", "Hello")])
-    assert len(model._shared_prefixes) == 256
+    assert len(model.chat._boundaries._kept) == 256
 
 
 def test_common_prefix() -> None:
