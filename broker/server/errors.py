@@ -62,9 +62,7 @@ def api_error(error: BaseException) -> ApiError:
         case ContextOverflow():
             return invalid(str(error), "messages", "context_length_exceeded")
         case ModelNotFound():
-            return ApiError(
-                HTTPStatus.NOT_FOUND, str(error), code="model_not_found", param="model"
-            )
+            return ApiError(HTTPStatus.NOT_FOUND, str(error), code="model_not_found", param="model")
         case InvalidRequest():
             return invalid(str(error))
         case QueueFull():

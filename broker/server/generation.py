@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from ..broker import Broker
 from ..errors import ContextOverflow, EngineFailed
 from ..grammar import Grammar
-from ..models.chat_format import ChatFormat
 from ..models.reply_reader import CallPiece, Piece, ReasoningPiece, ReplyReader, TextPiece
 from ..request import Completed, Delta, Request, Started, TokenLogprob
 from ..response import ResponseStream

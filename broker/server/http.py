@@ -4,8 +4,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 import anyio
+import anyio.lowlevel
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 from .bodies import encode, respond
 from .errors import ApiError
@@ -15,6 +17,8 @@ ErrorBody = Callable[[ApiError], object]
 
 PING = b": ping\n\n"
 CLIENT_CLOSED_REQUEST = 499
+STALL_SECONDS = 30.0
+CLEANUP_SECONDS = 10.0
 
 
 class Gone(Exception):
@@ -24,27 +28,33 @@ class Gone(Exception):
 async def unless_gone(request: Request, work: Callable[[], Awaitable[Result]]) -> Result:
     """What `work` returns; cancelled, and `Gone` raised, once the client disconnects.
 
-    The body must have been read.
+    The body must have been read. What `work` raises comes out as it is.
     """
     results: list[Result] = []
-    try:
-        async with anyio.create_task_group() as tasks:
+    errors: list[Exception] = []
+    async with anyio.create_task_group() as tasks:
 
-            async def watch() -> None:
-                while (await request.receive())["type"] != "http.disconnect":
-                    pass
-                tasks.cancel_scope.cancel()
-
-            tasks.start_soon(watch)
-            results.append(await work())
+        async def watch() -> None:
+            await disconnected(request.receive)
             tasks.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        if len(group.exceptions) == 1:
-            raise group.exceptions[0] from None
-        raise
+
+        tasks.start_soon(watch)
+        try:
+            results.append(await work())
+        except Exception as error:
+            errors.append(error)
+        tasks.cancel_scope.cancel()
+    if errors:
+        raise errors.pop()
     if not results:
         raise Gone
-    return results[0]
+    return results.pop()
+
+
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client has gone. What it still sends is thrown away."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def frame(event: object, name: str | None = None) -> bytes:
@@ -53,40 +63,119 @@ def frame(event: object, name: str | None = None) -> bytes:
     return b"%sdata: %s\n\n" % (head, encode(event))
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events, pinged while nothing happens. Closing the connection cancels `frames`."""
+class EventStream(Response):
+    """Server-sent events, pinged while nothing happens.
+
+    `frames` is iterated and closed in one task, whatever ends the response: its end, its error, a
+    client that goes away, or one that does not read for `stall_seconds`, whose connection is cut.
+    Nothing is buffered here: a slow client holds up its own `frames` and nothing else.
+    """
+
+    media_type = "text/event-stream"
 
     def __init__(
-        self, frames: AsyncIterator[bytes], *, ping_seconds: float, ping: bytes = PING
+        self,
+        frames: AsyncIterator[bytes],
+        *,
+        ping_seconds: float,
+        stall_seconds: float = STALL_SECONDS,
+        ping: bytes = PING,
     ) -> None:
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(
-            pinged(frames, ping_seconds, ping), headers=headers, media_type="text/event-stream"
-        )
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        # Of an empty body, which this is not.
+        if "content-length" in self.headers:
+            del self.headers["content-length"]
+        self._frames = frames
+        self._ping = ping
+        self._ping_seconds = ping_seconds
+        self._stall_seconds = stall_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send everything; raises what `frames` raises."""
+        errors: list[Exception] = []
+        try:
+            async with anyio.create_task_group() as tasks:
+                client = _Client(scope, send, self._stall_seconds, tasks.cancel_scope)
+
+                async def watch() -> None:
+                    await disconnected(receive)
+                    tasks.cancel_scope.cancel()
+
+                tasks.start_soon(watch)
+                tasks.start_soon(client.ping, self._ping, self._ping_seconds)
+                try:
+                    await self._pump(client)
+                except Exception as error:
+                    errors.append(error)
+                tasks.cancel_scope.cancel()
+        finally:
+            await self._close()
+        if errors:
+            raise errors.pop()
+
+    async def _pump(self, client: "_Client") -> None:
+        head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await client.send(head)
+        async for each in self._frames:
+            await client.send({"type": "http.response.body", "body": each, "more_body": True})
+        await client.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _close(self) -> None:
+        close = getattr(self._frames, "aclose", None)
+        if close is not None:
+            with anyio.move_on_after(CLEANUP_SECONDS, shield=True):
+                await close()
 
 
-async def pinged(
-    frames: AsyncIterator[bytes], seconds: float, ping: bytes
-) -> AsyncIterator[bytes]:
-    """The frames, and a ping whenever none has come for so many seconds."""
-    send, receive = anyio.create_memory_object_stream[bytes](0)
+class _Client:
+    """Who gets a stream: one message at a time, each within `stall_seconds`."""
 
-    async def pump() -> None:
-        with send:
-            async for each in frames:
-                await send.send(each)
+    def __init__(
+        self, scope: Scope, send: Send, stall_seconds: float, whole: anyio.CancelScope
+    ) -> None:
+        self._scope = scope
+        self._send = send
+        self._stall_seconds = stall_seconds
+        self._whole = whole
+        self._turn = anyio.Lock()
+        self._sent_at = anyio.current_time()
+        self._is_open = False
 
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(pump)
-        with receive:
-            while True:
-                each: bytes | None = ping
-                with anyio.move_on_after(seconds):
-                    try:
-                        each = await receive.receive()
-                    except anyio.EndOfStream:
-                        break
-                yield each or ping
+    async def send(self, message: Message) -> None:
+        """Send a message, or give the client up: then everything is cancelled."""
+        async with self._turn:
+            await self._deliver(message)
+
+    async def ping(self, ping: bytes, seconds: float) -> None:
+        """Send a ping whenever nothing has been sent for so many seconds."""
+        message = {"type": "http.response.body", "body": ping, "more_body": True}
+        while True:
+            await anyio.sleep_until(self._sent_at + seconds)
+            async with self._turn:
+                if self._is_open and anyio.current_time() >= self._sent_at + seconds:
+                    await self._deliver(message)
+
+    async def _deliver(self, message: Message) -> None:
+        with anyio.move_on_after(self._stall_seconds) as patience:
+            try:
+                await self._send(message)
+            except OSError:
+                self._whole.cancel()
+        if patience.cancelled_caught:
+            cut(self._scope)
+            self._whole.cancel()
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        self._sent_at = anyio.current_time()
+        self._is_open = bool(message.get("more_body", True))
+
+
+def cut(scope: Scope) -> None:
+    """Cut the connection of a request, where the server has said how: see `protocols`."""
+    abort = scope.get("state", {}).get("abort")
+    if abort is not None:
+        abort()
 
 
 def refuse(error: ApiError, body: ErrorBody) -> Response:

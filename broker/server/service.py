@@ -3,13 +3,22 @@
 from typing import NamedTuple
 
 from ..broker import Broker
+from .draining import Draining
 from .generation import Generator
+from .histories import Histories
 from .settings import ServerSettings
 
 
 class Service(NamedTuple):
-    """An open broker, the turns on it, and the server's settings."""
+    """An open broker, the turns on it, the server's settings, and whether it is about to end."""
 
     broker: Broker
     generator: Generator
     settings: ServerSettings
+    draining: Draining
+
+
+def service_over(broker: Broker, settings: ServerSettings) -> Service:
+    """What endpoints over an open broker work with."""
+    generator = Generator(broker, Histories(), settings.default_tokens)
+    return Service(broker, generator, settings, Draining())

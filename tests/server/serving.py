@@ -1,5 +1,6 @@
 """A real server on a free port of this machine, for as long as a context is open."""
 
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,13 +14,23 @@ from starlette.routing import BaseRoute
 
 from mlx_swarm.broker import Broker
 from mlx_swarm.broker.server.app import create_app
-from mlx_swarm.broker.server.generation import Generator
-from mlx_swarm.broker.server.histories import Histories
-from mlx_swarm.broker.server.service import Service
+from mlx_swarm.broker.server.service import Service, service_over
 from mlx_swarm.broker.server.settings import ServerSettings
 from tests.tiny_broker import TINY
 
 SMOLLM2 = "smollm2-135m"
+
+
+class Server(uvicorn.Server):
+    """One that says when it is `ready`."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = anyio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
 
 
 @contextmanager
@@ -34,24 +45,20 @@ def serving(
 
     It serves the whole application, or with `routes` these alone. `broker` are a `Broker`'s.
     """
+
     async def serve(*, task_status: TaskStatus[str]) -> None:
         async with Broker(model, **{"ram": "64MiB", **broker}) as opened:
             chosen = settings or ServerSettings()
             app = _application(opened, chosen, routes)
             config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off")
-            server = uvicorn.Server(config)
-            server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-
-            async def report() -> None:
-                while not server.started:
-                    await anyio.sleep(0.005)
-                port = server.servers[0].sockets[0].getsockname()[1]
-                task_status.started(f"http://127.0.0.1:{port}")
-
+            server = Server(config)
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(report)
+                tasks.start_soon(server.serve)
                 try:
-                    await server.serve()
+                    await server.ready.wait()
+                    port = server.servers[0].sockets[0].getsockname()[1]
+                    task_status.started(f"http://127.0.0.1:{port}")
+                    await anyio.sleep_forever()
                 finally:
                     server.should_exit = True
 
@@ -70,5 +77,4 @@ def _application(
 ) -> Starlette:
     if routes is None:
         return create_app(broker, settings)
-    generator = Generator(broker, Histories(), settings.default_tokens)
-    return Starlette(routes=list(routes(Service(broker, generator, settings))))
+    return Starlette(routes=list(routes(service_over(broker, settings))))

@@ -1,0 +1,65 @@
+"""The end of a server in order: no new work, what runs goes on for a while."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+
+import anyio
+
+from .errors import RETRY_SECONDS, ApiError
+
+
+class Draining:
+    """Whether the server is about to end, and how much still runs. For the event loop's thread.
+
+    `running` counts what is inside `work`: requests over HTTP, and turns over WebSocket.
+    """
+
+    def __init__(self) -> None:
+        self.running = 0
+        self._started = anyio.Event()
+        self._idle = anyio.Event()
+
+    @property
+    def started(self) -> bool:
+        """Whether new work is refused."""
+        return self._started.is_set()
+
+    def start(self) -> None:
+        """Take no new work from here on. Safe to repeat."""
+        self._started.set()
+        self._note()
+
+    async def wait(self) -> None:
+        """Wait until the server is about to end."""
+        await self._started.wait()
+
+    async def wait_idle(self) -> None:
+        """Wait until the server is about to end and nothing runs any more."""
+        await self._idle.wait()
+
+    def check(self) -> None:
+        """Raise the `ApiError` that refuses new work, if the server is about to end."""
+        if self.started:
+            raise ApiError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "the server is about to end and takes no new work",
+                type="server_error",
+                code="draining",
+                retry_after=RETRY_SECONDS,
+            )
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Count something that may go on for a while after `start`. Raises like `check`."""
+        self.check()
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+            self._note()
+
+    def _note(self) -> None:
+        if self.started and not self.running:
+            self._idle.set()
