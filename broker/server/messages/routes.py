@@ -16,12 +16,33 @@ from ..callers import caller
 from ..errors import ApiError, api_error, invalid
 from ..generation import Generation
 from ..http import CLIENT_CLOSED_REQUEST, EventStream, Gone, frame, unless_gone
+from ..openapi import Operation
 from ..service import Service
 from ..turn import Caller, Turn
 from .continuing import ContinuingGenerator
-from .replies import ReplyBuilder, error_body, error_status, marked_length
+from .replies import OVERLOADED, ReplyBuilder, error_body, error_status, marked_length
 from .turns import Asked, asked, conversation
 from .wire import CountRequest, Event, MessagesRequest, Ping, Reply, TokenCount
+
+OPERATIONS = (
+    Operation(
+        "POST",
+        "/v1/messages",
+        "Create a message, as Anthropic's API does",
+        body=MessagesRequest,
+        response=Reply,
+        errors=(404, 429, 504, OVERLOADED),
+        events=Event,
+    ),
+    Operation(
+        "POST",
+        "/v1/messages/count_tokens",
+        "Count the tokens of a message's prompt",
+        body=CountRequest,
+        response=TokenCount,
+        errors=(404,),
+    ),
+)
 
 _log = logging.getLogger(__name__)
 
