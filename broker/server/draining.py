@@ -19,6 +19,7 @@ class Draining:
         self.running = 0
         self._started = anyio.Event()
         self._idle = anyio.Event()
+        self._scopes: set[anyio.CancelScope] = set()
 
     @property
     def started(self) -> bool:
@@ -30,12 +31,18 @@ class Draining:
         self._started.set()
         self._note()
 
+    def stop(self) -> None:
+        """Cancel every connection's request, whatever it is at."""
+        self.start()
+        for scope in self._scopes:
+            scope.cancel()
+
     async def wait(self) -> None:
         """Wait until the server is about to end."""
         await self._started.wait()
 
     async def wait_idle(self) -> None:
-        """Wait until the server is about to end and nothing runs any more."""
+        """Wait until the server is about to end and no work runs any more."""
         await self._idle.wait()
 
     def check(self) -> None:
@@ -59,6 +66,16 @@ class Draining:
         finally:
             self.running -= 1
             self._note()
+
+    @contextmanager
+    def connected(self) -> Iterator[anyio.CancelScope]:
+        """The scope of one request or WebSocket, which `stop` cancels."""
+        with anyio.CancelScope() as scope:
+            self._scopes.add(scope)
+            try:
+                yield scope
+            finally:
+                self._scopes.discard(scope)
 
     def _note(self) -> None:
         if self.started and not self.running:

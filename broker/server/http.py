@@ -1,10 +1,10 @@
 """Answering over HTTP: one JSON body, or server-sent events, until the client goes away."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import anyio
-import anyio.lowlevel
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -17,7 +17,6 @@ ErrorBody = Callable[[ApiError], object]
 
 PING = b": ping\n\n"
 CLIENT_CLOSED_REQUEST = 499
-STALL_SECONDS = 30.0
 CLEANUP_SECONDS = 10.0
 
 
@@ -66,43 +65,33 @@ def frame(event: object, name: str | None = None) -> bytes:
 class EventStream(Response):
     """Server-sent events, pinged while nothing happens.
 
-    `frames` is iterated and closed in one task, whatever ends the response: its end, its error, a
-    client that goes away, or one that does not read for `stall_seconds`, whose connection is cut.
-    Nothing is buffered here: a slow client holds up its own `frames` and nothing else.
+    `frames` is iterated and closed in one task, whatever ends the response: its end, its error, or
+    a client that has gone. Nothing is buffered here: a client that reads slowly holds up its own
+    `frames` only, and one that does not read at all is cut off by `connections.Watchdog`.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self,
-        frames: AsyncIterator[bytes],
-        *,
-        ping_seconds: float,
-        stall_seconds: float = STALL_SECONDS,
-        ping: bytes = PING,
+        self, frames: AsyncIterator[bytes], *, ping_seconds: float, ping: bytes = PING
     ) -> None:
-        self.status_code = 200
-        self.background = None
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
-        # Of an empty body, which this is not.
-        if "content-length" in self.headers:
-            del self.headers["content-length"]
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
         self._frames = frames
         self._ping = ping
         self._ping_seconds = ping_seconds
-        self._stall_seconds = stall_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send everything; raises what `frames` raises."""
         errors: list[Exception] = []
         try:
             async with anyio.create_task_group() as tasks:
-                client = _Client(scope, send, self._stall_seconds, tasks.cancel_scope)
 
                 async def watch() -> None:
                     await disconnected(receive)
                     tasks.cancel_scope.cancel()
 
+                client = _Client(send)
                 tasks.start_soon(watch)
                 tasks.start_soon(client.ping, self._ping, self._ping_seconds)
                 try:
@@ -130,21 +119,16 @@ class EventStream(Response):
 
 
 class _Client:
-    """Who gets a stream: one message at a time, each within `stall_seconds`."""
+    """Who gets a stream, one message at a time."""
 
-    def __init__(
-        self, scope: Scope, send: Send, stall_seconds: float, whole: anyio.CancelScope
-    ) -> None:
-        self._scope = scope
+    def __init__(self, send: Send) -> None:
         self._send = send
-        self._stall_seconds = stall_seconds
-        self._whole = whole
         self._turn = anyio.Lock()
         self._sent_at = anyio.current_time()
         self._is_open = False
 
     async def send(self, message: Message) -> None:
-        """Send a message, or give the client up: then everything is cancelled."""
+        """Send a message after those that are on their way."""
         async with self._turn:
             await self._deliver(message)
 
@@ -158,24 +142,10 @@ class _Client:
                     await self._deliver(message)
 
     async def _deliver(self, message: Message) -> None:
-        with anyio.move_on_after(self._stall_seconds) as patience:
-            try:
-                await self._send(message)
-            except OSError:
-                self._whole.cancel()
-        if patience.cancelled_caught:
-            cut(self._scope)
-            self._whole.cancel()
-        await anyio.lowlevel.checkpoint_if_cancelled()
+        with suppress(OSError):  # of servers that raise it: the client has gone, as `watch` hears
+            await self._send(message)
         self._sent_at = anyio.current_time()
         self._is_open = bool(message.get("more_body", True))
-
-
-def cut(scope: Scope) -> None:
-    """Cut the connection of a request, where the server has said how: see `protocols`."""
-    abort = scope.get("state", {}).get("abort")
-    if abort is not None:
-        abort()
 
 
 def refuse(error: ApiError, body: ErrorBody) -> Response:

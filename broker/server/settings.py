@@ -36,9 +36,12 @@ class ServerSettings(Struct, frozen=True, kw_only=True):
     max_lanes: int = 1024
     max_connections: int = 1024
     header_seconds: float = 10.0
+    body_seconds: float = 60.0
     ping_seconds: float = 10.0
     outbox_bytes: int = 4 << 20
     stall_seconds: float = 30.0
     ring_events: int = 4096
     store_bytes: int = 256 << 20
     drain_seconds: float = 30.0
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None

@@ -1,0 +1,140 @@
+"""What stands before everything else: names of requests, errors nobody foresaw, the server's end."""
+
+import logging
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .draining import Draining
+from .errors import ApiError, api_error
+from .refusals import new_request_id, refusal
+
+LOGGER = logging.getLogger("mlx_swarm.server")
+
+READING = ("GET", "HEAD", "OPTIONS")
+"""Methods that start nothing. They are answered until the end, and nobody waits for them."""
+
+GOING_AWAY = 1001
+INTERNAL_ERROR = 1011
+
+
+class Front:
+    """The outermost ASGI application: names each request in `x-request-id`, reports every error.
+
+    What is logged of an error nobody foresaw is its type and where it was raised: its message may
+    quote what a user wrote.
+    """
+
+    def __init__(self, app: ASGIApp, draining: Draining) -> None:
+        self._app = app
+        self._draining = draining
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, whatever becomes of it."""
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        request_id = new_request_id()
+        scope.setdefault("state", {})["request_id"] = request_id
+        client = _Client(send, request_id)
+        error: ApiError | None = None
+        with self._draining.connected() as connected:
+            try:
+                await self._app(scope, receive, client.send)
+            except Exception as raised:
+                error = api_error(raised)
+                _log(raised, scope, request_id)
+        if connected.cancelled_caught:
+            await client.end(scope, receive, ending(), GOING_AWAY)
+        elif error is not None:
+            await client.end(scope, receive, error, INTERNAL_ERROR)
+
+
+class Gate:
+    """An ASGI application in front of another one: once the server drains, no new work passes."""
+
+    def __init__(self, app: ASGIApp, draining: Draining) -> None:
+        self._app = app
+        self._draining = draining
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, and count it, or refuse it."""
+        try:
+            with self._counted(scope):
+                await self._app(scope, receive, send)
+        except _Refused as refused:
+            request_id = scope.get("state", {}).get("request_id", "")
+            answer = refusal(scope["path"], refused.error, request_id, {"connection": "close"})
+            await answer(scope, receive, send)
+
+    @contextmanager
+    def _counted(self, scope: Scope) -> Iterator[None]:
+        is_work = scope["type"] == "http" and scope["method"] not in READING
+        if not is_work and scope["type"] != "websocket":
+            yield
+            return
+        try:
+            self._draining.check()
+        except ApiError as error:
+            raise _Refused(error) from None
+        if not is_work:
+            yield
+            return
+        with self._draining.work():
+            yield
+
+
+class _Refused(Exception):
+    def __init__(self, error: ApiError) -> None:
+        super().__init__()
+        self.error = error
+
+
+class _Client:
+    """Who gets the messages of one request, and how far that has come."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self._request_id = request_id
+        self._is_answered = False
+        self._is_over = False
+
+    async def send(self, message: Message) -> None:
+        """Pass a message on; the first of an answer bears the request's name."""
+        kind = message["type"]
+        if kind in ("http.response.start", "websocket.http.response.start", "websocket.accept"):
+            self._is_answered = True
+            message.setdefault("headers", [])
+            MutableHeaders(scope=message)["x-request-id"] = self._request_id
+        self._is_over = self._is_over or kind == "websocket.close"
+        await self._send(message)
+
+    async def end(self, scope: Scope, receive: Receive, error: ApiError, code: int) -> None:
+        """End a request that nobody answers any more. What has begun as HTTP is cut short."""
+        if not self._is_answered:
+            answer = refusal(scope["path"], error, self._request_id, {"connection": "close"})
+            await answer(scope, receive, self.send)
+        elif scope["type"] == "websocket" and not self._is_over:
+            await self.send({"type": "websocket.close", "code": code, "reason": error.message[:120]})
+
+
+def ending() -> ApiError:
+    """What is told to whoever was still served when the time for it was over."""
+    return ApiError(503, "the server has ended", type="server_error", code="draining")
+
+
+def _log(error: Exception, scope: Scope, request_id: str) -> None:
+    places = [
+        f"{frame.filename}:{frame.lineno} in {frame.name}"
+        for frame in traceback.extract_tb(error.__traceback__)
+    ]
+    LOGGER.error(
+        "%s: %s failed with %s\n  %s",
+        request_id,
+        scope["path"],
+        type(error).__qualname__,
+        "\n  ".join(places),
+    )
