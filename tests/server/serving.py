@@ -60,7 +60,9 @@ def serving(
                     task_status.started(f"http://127.0.0.1:{port}")
                     await anyio.sleep_forever()
                 finally:
-                    server.should_exit = True
+                    server.force_exit = True
+                    with anyio.CancelScope(shield=True):
+                        await server.shutdown()
 
     with start_blocking_portal() as portal:
         future, url = portal.start_task(serve)
