@@ -74,8 +74,6 @@ def asked(body: MessagesRequest, caller: Caller, temperature: float) -> Asked:
 
 def conversation(body: CountRequest) -> Conversation:
     """The messages and tools of a request. Raises `ApiError`."""
-    if not body.messages:
-        raise invalid("messages: at least one message is needed", "messages")
     messages = tuple(_messages(body))
     thinking = _thinking(body)
     if begun := prefill(messages):
@@ -84,6 +82,8 @@ def conversation(body: CountRequest) -> Conversation:
             thinking = False
         else:
             messages = messages[: -len(begun)]
+    if not body.messages or not messages:
+        raise invalid("messages: at least one message is needed", "messages")
     tools = tuple(_tool(number, each) for number, each in enumerate(body.tools or ()))
     chosen = body.tool_choice or ChosenTool("auto")
     return Conversation(
@@ -112,7 +112,7 @@ def _messages(body: CountRequest) -> list[Message]:
         messages.append(Message("system", content, is_boundary=is_marked))
     for number, each in enumerate(body.messages):
         messages += _turns(f"messages[{number}]", each)
-    if body.cache_control is not None:
+    if body.cache_control is not None and messages:
         messages[-1] = replace(messages[-1], is_boundary=True)
     return messages
 
