@@ -32,7 +32,7 @@ LAYERS = (
     ("broker.response", "broker.texts", "broker.broker", "broker.preflight"),
     ("broker.server",),
     ("agents",),
-    ("broker.cache_cli",),
+    ("broker.cache_cli", "broker.serve_cli"),
     ("broker.cli",),
 )
 # The package itself only hands out names, and loads what is above it when they are asked for.
