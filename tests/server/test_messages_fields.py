@@ -123,5 +123,7 @@ def _set(body: Any, path: Path, value: Any) -> None:
             body = body[key]
         except (KeyError, IndexError, TypeError):
             return
-    if isinstance(body, dict) or (isinstance(body, list) and last in range(len(body))):
+    if isinstance(body, dict):
+        body[last] = value
+    elif isinstance(body, list) and isinstance(last, int) and last < len(body):
         body[last] = value

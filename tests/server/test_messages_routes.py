@@ -8,13 +8,14 @@ from typing import Any
 import anyio.lowlevel
 import httpx
 import pytest
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from mlx_swarm.broker import Broker
 from mlx_swarm.broker.server.messages.routes import OPERATIONS, routes
-from mlx_swarm.broker.server.service import Service
+from mlx_swarm.broker.server.service import Service, service_over
 from mlx_swarm.broker.server.settings import ServerSettings
 from mlx_swarm.broker.trace.events import Cancelled
 from tests.server.serving import serving
@@ -110,6 +111,31 @@ def test_a_client_that_goes_away_leaves_nothing() -> None:
         with pytest.raises(httpx.ReadTimeout):
             client.post(PATH, json=_body(**ENDLESS), timeout=0.2)
         assert client.get("/cancelled/2").status_code == 200
+
+
+@pytest.mark.anyio
+async def test_a_client_that_goes_away_before_the_first_event_leaves_nothing() -> None:
+    body = json.dumps(_body(stream=True, **ENDLESS)).encode()
+    asked = [{"type": "http.request", "body": body, "more_body": False}]
+    begun = anyio.Event()
+
+    async def receive() -> Any:
+        if asked:
+            return asked.pop()
+        await begun.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        begun.set()
+        await anyio.sleep_forever()
+
+    async with Broker(MODEL, ram="64MiB") as broker:
+        app = Starlette(routes=routes(service_over(broker, ServerSettings())))
+        scope = {"type": "http", "method": "POST", "path": PATH, "headers": [], "query_string": b""}
+        await app(scope, receive, send)
+        while not await _cancelled(broker):
+            await anyio.lowlevel.checkpoint()
+        await check_idle(broker)
 
 
 def test_the_table_of_operations_has_every_endpoint() -> None:

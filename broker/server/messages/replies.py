@@ -13,8 +13,6 @@ from .wire import (
     BlockStart,
     BlockStop,
     Delta,
-    ErrorBody,
-    ErrorDetail,
     Event,
     InputDelta,
     MessageDelta,
@@ -33,18 +31,6 @@ from .wire import (
 )
 from .wire import TextDelta as TextDeltaEvent
 
-OVERLOADED = 529
-"""Anthropic's status of a server that has too much to do; its clients try again."""
-
-ERROR_TYPES = {
-    HTTPStatus.UNAUTHORIZED: "authentication_error",
-    HTTPStatus.FORBIDDEN: "permission_error",
-    HTTPStatus.NOT_FOUND: "not_found_error",
-    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
-    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
-    HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
-    OVERLOADED: "overloaded_error",
-}
 STOPS: dict[str, StopReason] = {
     "stop": "end_turn",
     "length": "max_tokens",
@@ -136,18 +122,6 @@ def marked_length(prompt: Prompt, marks: Marks) -> int:
     if marks == "none" or not prompt.boundaries:
         return 0
     return prompt.boundaries[0 if marks == "instructions" else -1]
-
-
-def error_body(error: ApiError, request_id: str) -> ErrorBody:
-    """An error as the API writes it."""
-    status = error_status(error)
-    unknown = "invalid_request_error" if status < 500 else "api_error"
-    return ErrorBody(ErrorDetail(ERROR_TYPES.get(status, unknown), error.message), request_id)
-
-
-def error_status(error: ApiError) -> int:
-    """The status of an error, which the API has one of its own for."""
-    return OVERLOADED if error.status == HTTPStatus.SERVICE_UNAVAILABLE else error.status
 
 
 def _stop(ended: Ended) -> Stop:

@@ -1,42 +1,43 @@
 """Anthropic's Messages API over HTTP."""
 
-import logging
 import secrets
-from collections.abc import AsyncIterator
-from http import HTTPStatus
+from collections.abc import AsyncIterator, Awaitable, Callable
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from ...errors import ContextOverflow
+from ...errors import ContextOverflow, SwarmError
 from ..bodies import read, respond
 from ..callers import caller
-from ..errors import ApiError, api_error, invalid
-from ..generation import Generation
-from ..http import CLIENT_CLOSED_REQUEST, EventStream, Gone, frame, unless_gone
+from ..errors import api_error, invalid
+from ..generation import Generation, Generator
+from ..http import EventStream, frame, unless_gone
 from ..openapi import Operation
+from ..refusals import error_body, new_request_id, refusal
 from ..service import Service
-from ..turn import Caller, Turn
+from ..turn import Caller, Conversation, Turn
 from .continuing import ContinuingGenerator
-from .replies import OVERLOADED, ReplyBuilder, error_body, error_status, marked_length
-from .turns import Asked, asked, conversation
+from .replies import ReplyBuilder, marked_length
+from .turns import Asked, asked, conversation, prefill
 from .wire import CountRequest, Event, MessagesRequest, Ping, Reply, TokenCount
+
+PATH = "/v1/messages"
 
 OPERATIONS = (
     Operation(
         "POST",
-        "/v1/messages",
+        PATH,
         "Create a message, as Anthropic's API does",
         body=MessagesRequest,
         response=Reply,
-        errors=(404, 429, 504, OVERLOADED),
+        errors=(404, 429, 503, 504),
         events=Event,
     ),
     Operation(
         "POST",
-        "/v1/messages/count_tokens",
+        f"{PATH}/count_tokens",
         "Count the tokens of a message's prompt",
         body=CountRequest,
         response=TokenCount,
@@ -44,15 +45,13 @@ OPERATIONS = (
     ),
 )
 
-_log = logging.getLogger(__name__)
-
 
 def routes(service: Service) -> list[BaseRoute]:
     """The endpoints of the API."""
     messages = _Messages(service)
     return [
-        Route("/v1/messages", messages.create, methods=["POST"]),
-        Route("/v1/messages/count_tokens", messages.count, methods=["POST"]),
+        Route(PATH, messages.create, methods=["POST"]),
+        Route(f"{PATH}/count_tokens", messages.count, methods=["POST"]),
     ]
 
 
@@ -61,46 +60,46 @@ class _Messages:
 
     def __init__(self, service: Service) -> None:
         self._settings = service.settings
-        self._generator = ContinuingGenerator(
+        self._broker = service.broker
+        self._generator = service.generator
+        self._continuing = ContinuingGenerator(
             service.broker, service.generator.histories, service.settings.default_tokens
         )
 
     async def create(self, request: Request) -> Response:
         """A message, whole or as a stream."""
-        identifier = f"req_{secrets.token_hex(12)}"
-        try:
-            body = await read(request, MessagesRequest)
-            what = asked(body, _caller(request, body), self._settings.temperature)
-            if body.stream:
-                generation = await unless_gone(request, lambda: self._start(what.turn))
-                return self._stream(what, generation, identifier)
-            reply = await unless_gone(request, lambda: self._reply(what))
-        except (Gone, ClientDisconnect):
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        except Exception as error:
-            return _refused(error, identifier)
-        return respond(reply, headers=_headers(identifier))
+        return await _named(request, self._create)
 
     async def count(self, request: Request) -> Response:
         """The length of a prompt, nothing computed."""
-        identifier = f"req_{secrets.token_hex(12)}"
-        try:
-            body = await read(request, CountRequest)
-            turn = Turn(prompt=conversation(body), caller=_caller(request), model=body.model)
-            prompt = await self._generator.prompt(turn)
-        except ClientDisconnect:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        except Exception as error:
-            return _refused(error, identifier)
-        return respond(TokenCount(len(prompt.tokens)), headers=_headers(identifier))
+        return await _named(request, self._count)
+
+    async def _create(self, request: Request, identifier: str) -> Response:
+        body = await read(request, MessagesRequest)
+        what = asked(body, _caller(request, body), self._settings.temperature)
+        if body.stream:
+            generation = await unless_gone(request, lambda: self._start(what.turn))
+            return self._stream(what, generation, identifier)
+        return respond(await unless_gone(request, lambda: self._reply(what)))
+
+    async def _count(self, request: Request, identifier: str) -> Response:
+        body = await read(request, CountRequest)
+        turn = Turn(prompt=conversation(body), caller=_caller(request), model=body.model)
+        prompt = await self._generator_of(turn).prompt(turn)
+        return respond(TokenCount(len(prompt.tokens)))
+
+    def _generator_of(self, turn: Turn) -> Generator:
+        assert isinstance(turn.prompt, Conversation)
+        return self._continuing if prefill(turn.prompt.messages) else self._generator
 
     async def _start(self, turn: Turn) -> Generation:
+        generator = self._generator_of(turn)
         try:
-            return await self._generator.start(turn)
+            return await generator.start(turn)
         except ContextOverflow as error:
             # The words by which clients know that a conversation has to be made shorter.
-            prompt = await self._generator.prompt(turn)
-            longest = self._generator.broker.context_of(turn.model) - 1
+            prompt = await generator.prompt(turn)
+            longest = self._broker.context_of(turn.model) - 1
             if len(prompt.tokens) <= longest:
                 raise
             raise invalid(
@@ -118,11 +117,9 @@ class _Messages:
 
     def _stream(self, what: Asked, generation: Generation, identifier: str) -> Response:
         frames = _frames(generation, _builder(what, generation), identifier)
-        stream = _MessageStream(
+        return _MessageStream(
             generation, frames, ping_seconds=self._settings.ping_seconds, ping=_frame(Ping())
         )
-        stream.headers.update(_headers(identifier))
-        return stream
 
 
 class _MessageStream(EventStream):
@@ -144,6 +141,21 @@ class _MessageStream(EventStream):
             await super().__call__(scope, receive, send)
 
 
+async def _named(
+    request: Request, answer: Callable[[Request, str], Awaitable[Response]]
+) -> Response:
+    """The answer, or the error instead of it, under the name that Anthropic's clients read."""
+    identifier = request.scope.get("state", {}).get("request_id") or new_request_id()
+    try:
+        response = await answer(request, identifier)
+    except RecursionError:
+        response = refusal(PATH, invalid("the body is nested too deeply"), identifier)
+    except (SwarmError, TimeoutError) as error:
+        response = refusal(PATH, api_error(error), identifier)
+    response.headers["request-id"] = identifier
+    return response
+
+
 async def _frames(
     generation: Generation, builder: ReplyBuilder, identifier: str
 ) -> AsyncIterator[bytes]:
@@ -153,7 +165,9 @@ async def _frames(
             for each in builder.take(event):
                 yield _frame(each)
     except Exception as error:
-        yield frame(error_body(_known(error), identifier), "error")
+        yield frame(error_body(PATH, api_error(error), identifier), "error")
+        if not isinstance(error, SwarmError):
+            raise
 
 
 def _frame(event: Event) -> bytes:
@@ -173,22 +187,3 @@ def _caller(request: Request, body: MessagesRequest | None = None) -> Caller:
     if user is not None and not isinstance(user, str):
         raise invalid("metadata.user_id: it must be text", "metadata.user_id")
     return caller(request, user=user, metadata=metadata)
-
-
-def _refused(error: Exception, identifier: str) -> Response:
-    known = _known(error)
-    headers = {**_headers(identifier), **known.headers()}
-    return respond(error_body(known, identifier), error_status(known), headers)
-
-
-def _known(error: Exception) -> ApiError:
-    if isinstance(error, RecursionError):
-        return invalid("the body is nested too deeply")
-    known = api_error(error)
-    if known.status == HTTPStatus.INTERNAL_SERVER_ERROR:
-        _log.error("a request for a message failed", exc_info=error)
-    return known
-
-
-def _headers(identifier: str) -> dict[str, str]:
-    return {"request-id": identifier}

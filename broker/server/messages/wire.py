@@ -260,17 +260,3 @@ class Ping(Struct, frozen=True, tag="ping"):
 
 
 Event = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | Ping
-
-
-class ErrorDetail(Struct, frozen=True):
-    """What went wrong."""
-
-    type: str
-    message: str
-
-
-class ErrorBody(Struct, frozen=True, tag="error"):
-    """The body of an error, and the event of one in a stream."""
-
-    error: ErrorDetail
-    request_id: str
