@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..messages import Message, Tool
+from .marker import Marker
 from .template import ChatTemplate
 from .turns import Turns, leading_length
 
@@ -32,6 +33,7 @@ class Boundaries:
     def __init__(self, template: ChatTemplate, tokenizer: TokenizerWrapper) -> None:
         self._template = template
         self._tokenizer = tokenizer
+        self._marker = Marker(tokenizer)
         self._kept: OrderedDict[str, list[int]] = OrderedDict()
 
     def of(
@@ -82,7 +84,14 @@ class Boundaries:
         texts = self._texts(head, _continuations(head[-1]), conversation)
         if not texts:
             return 0
-        return len(common_prefix([tokens, self._shared_tokens(_common_text([text, *texts]))]))
+        shared = _common_text([text, *texts])
+        # Nothing merges with a special token: what is before the last one is cut into tokens once.
+        cut = self._marker.last_token(shared)
+        before = self._encoded(shared[:cut])
+        if list(tokens[: len(before)]) != before:
+            cut, before = 0, []
+        after = self._shared_tokens(shared[cut:])
+        return len(before) + len(common_prefix([tokens[len(before) :], after]))
 
     def _texts(
         self, head: Sequence[Message], following: Sequence[Message], conversation: Conversation
@@ -97,9 +106,10 @@ class Boundaries:
 
     def _shared_tokens(self, text: str) -> list[int]:
         """The tokens that every text begins with that begins with `text`."""
-        return common_prefix(
-            [self._tokenizer.encode(text + probe, add_special_tokens=False) for probe in PROBES]
-        )
+        return common_prefix([self._encoded(text + probe) for probe in PROBES])
+
+    def _encoded(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 
 def common_prefix(sequences: Sequence[Sequence[int]]) -> list[int]:

@@ -36,6 +36,11 @@ class Marker:
             return False
         return not (self._pattern and re.search(self._pattern, tail))
 
+    def last_token(self, text: str) -> int:
+        """Where the last special token in a text begins; 0 without one."""
+        found = list(re.finditer(self._pattern, text)) if self._pattern else []
+        return found[-1].start() if found else 0
+
     @cached_property
     def _special(self) -> dict[str, int]:
         """The added tokens that llguidance takes for no text."""
@@ -54,4 +59,4 @@ class Marker:
 
 def quoted(text: str) -> str:
     """Text as a literal of a Lark grammar."""
-    return json.dumps(text)
+    return json.dumps(text, ensure_ascii=False)

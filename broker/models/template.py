@@ -40,6 +40,7 @@ class Traits(NamedTuple):
     calls_with_text: bool
     several_calls: bool
     repeated_users: bool
+    user_after_result: bool
 
 
 class ChatTemplate:
@@ -176,6 +177,7 @@ class _Probe:
             calls=calls,
             calls_with_text=calls is not None and self._calls_with_text(calls),
             several_calls=calls is not None and self._several_calls(calls),
+            user_after_result=self._tool_role(calls, _turn("user", THIRD)),
             repeated_users=self._shows(("user", FIRST), ("user", SECOND))
             and self._shows(
                 ("user", FIRST), ("assistant", SECOND), ("user", THIRD), ("user", FOURTH)
@@ -225,12 +227,12 @@ class _Probe:
         text = self._template.attempt(self._called(form, "", 2))
         return text is not None and text.count(TOOL_NAME) >= 2
 
-    def _tool_role(self, form: CallForm | None) -> bool:
+    def _tool_role(self, form: CallForm | None, *following: Turn) -> bool:
         turns = [_turn("user", FIRST), _turn("assistant", SECOND)]
         if form is not None:
             turns = self._called(form, "")
         result = {**_turn("tool", FOURTH), "tool_call_id": _identifier(form, 0), "name": TOOL_NAME}
-        text = self._template.attempt([*turns, result])
+        text = self._template.attempt([*turns, result, *following])
         return text is not None and FOURTH in text
 
     def _called(self, form: CallForm, content: str, count: int = 1) -> list[Turn]:
