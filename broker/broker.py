@@ -26,6 +26,7 @@ from .errors import (
     ModelUnreadable,
     SwarmError,
 )
+from .inspection import CacheView
 from .request import (
     Completed,
     Message,
@@ -282,6 +283,11 @@ class Broker:
         finally:
             with suppress(BrokerClosed):
                 self.unpin(agent=agent, swarm=swarm, tenant=tenant)
+
+    @property
+    def cache_view(self) -> CacheView:
+        """The prompt cache, to be looked into, pinned and cleared."""
+        return CacheView(self._running(), self._known(), self.model_name)
 
     async def statistics(self) -> BrokerStatistics:
         """What is going on now, and what it has cost since the start."""

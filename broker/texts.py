@@ -30,6 +30,10 @@ class Texts:
             raise ModelNotFound(f"no model {name!r} is loaded; there are {names}")
         return model
 
+    def names(self) -> tuple[str, ...]:
+        """All names, those of adapters and aliases included."""
+        return tuple(self._models)
+
     def load(self, engine: "EngineLoop", name: str, source: "ModelSource") -> ModelInfo:
         """Engine side: `EngineLoop.load`."""
         info, self._models[name] = engine.load(name, source)

@@ -19,6 +19,7 @@ from .holdings import Holdings
 from .intake import CacheRow, Intake, Row, Stored, validated
 from .lease import Lender, PromptLease
 from .ledger import Ledger
+from .listing import Listing, listing
 from .logprobs import Logprobs, known_logprobs
 from .lookup import Lookup, put_points
 from .measure import measure
@@ -322,13 +323,19 @@ class PromptCache:
         self._settle()
         return self._writes is not None and self._writes.begin_wanted()
 
-    def flush(self, timeout: float) -> Flushed:
-        """Write what only RAM has to the cold tier, for at most `timeout` seconds.
+    def flush(self, timeout: float, namespaces: Collection[str] | None = None) -> Flushed:
+        """Write what only RAM has to the cold tier, for at most `timeout` seconds: of all
+        namespaces, or of some.
 
         Returns how many lengths could not be restored after a crash now, and their bytes.
         """
         self._settle()
-        return flush(self._spaces.values(), self._writes, self._cold, timeout)
+        spaces = [
+            space
+            for name, space in self._spaces.items()
+            if namespaces is None or name in namespaces
+        ]
+        return flush(spaces, self._writes, self._cold, timeout)
 
     # Steering
 
@@ -443,6 +450,16 @@ class PromptCache:
     def tree(self, namespace: str = "") -> PrefixTree:
         """The index of a namespace, to be read."""
         return self._peek(namespace).tree
+
+    @property
+    def namespaces(self) -> tuple[str, ...]:
+        """The namespaces that there are."""
+        return tuple(self._spaces)
+
+    def entries(self, namespace: str = "", offset: int = 0, limit: int = 100) -> Listing:
+        """The entries of a namespace from `offset` on, the last used first."""
+        self._guard.check()
+        return listing(self._peek(namespace), offset, limit)
 
     def statistics(self) -> CacheStatistics:
         """Sizes and counts, per namespace and in total; takes time in proportion to the nodes."""

@@ -1,7 +1,8 @@
 """Between messages and tokens, and between a reply's text and what it says."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -77,6 +78,24 @@ class ChatFormat:
             )
             boundaries = self._boundaries.of(messages, conversation, text, tokens)
         return Rendered(tokens, boundaries, text)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens, special ones included, with nothing tidied up. What is no token of
+        the vocabulary has no text.
+        """
+        ids = [int(token) for token in tokens]
+        with self._tokenizing:
+            text = self._tokenizer.decode(
+                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        return str(text)
+
+    @cached_property
+    def special(self) -> frozenset[int]:
+        """The tokens that stand for themselves, whatever text is around them."""
+        with self._tokenizing:
+            added = getattr(self._tokenizer, "added_tokens_decoder", {})
+            return frozenset([*added, *self._tokenizer.all_special_ids])
 
     def reader(self, tools: Sequence[Tool] = (), prompt_text: str = "") -> ReplyReader:
         """A reader of one reply to a prompt of that text (`Rendered.text`).

@@ -1,7 +1,7 @@
 """Turns on their way through the broker: rendered, bounded by the context, parsed, remembered."""
 
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -12,7 +12,7 @@ from ..broker import Broker
 from ..errors import ContextOverflow, EngineFailed
 from ..grammar import Grammar
 from ..models.reply_reader import CallPiece, Piece, ReasoningPiece, ReplyReader, TextPiece
-from ..request import Completed, Delta, Request, Started, TokenLogprob
+from ..request import Completed, Delta, Request, Sampling, Started, TokenLogprob
 from ..response import ResponseStream
 from .histories import Histories, Prompt
 from .turn import (
@@ -26,6 +26,9 @@ from .turn import (
     Turn,
     TurnEvent,
 )
+
+BANNED = -100.0
+"""The bias of tokens that begin calls where there are to be none."""
 
 
 class Generator:
@@ -53,6 +56,20 @@ class Generator:
     async def start(self, turn: Turn) -> "Generation":
         """Queue a turn. What would refuse it is raised here, before anything is sent."""
         prompt = await self.prompt(turn)
+        if turn.generate and prompt.scope:
+            prompt = self.histories.join(prompt)
+        try:
+            return await self._queued(turn, prompt)
+        except BaseException:
+            self.left(turn, prompt)
+            raise
+
+    def left(self, turn: Turn, prompt: Prompt) -> None:
+        """A turn that was started with this prompt is over."""
+        if turn.generate and prompt.scope:
+            self.histories.leave(prompt)
+
+    async def _queued(self, turn: Turn, prompt: Prompt) -> "Generation":
         request = self._request(turn, prompt)
         reader = self._reader(turn, prompt)
         stream = self.broker.stream(request)
@@ -73,15 +90,12 @@ class Generator:
             )
         asked = turn.max_tokens or self._default_tokens or left
         max_tokens = min(asked, left) if turn.generate else 1
-        sampling = turn.sampling
-        if sampling.min_tokens > max_tokens:
-            sampling = replace(sampling, min_tokens=max_tokens)
         return Request(
             tokens=prompt.tokens,
             boundaries=prompt.boundaries,
             max_tokens=max_tokens,
-            sampling=sampling,
-            grammar=self._grammar(turn),
+            sampling=self._sampling(turn, max_tokens),
+            grammar=self._grammar(turn, prompt),
             stop=turn.stop,
             logprobs=turn.logprobs,
             top_logprobs=turn.top_logprobs,
@@ -94,15 +108,30 @@ class Generator:
             deadline=turn.deadline,
         )
 
-    def _grammar(self, turn: Turn) -> Grammar | None:
-        conversation = turn.prompt
+    def _grammar(self, turn: Turn, prompt: Prompt) -> Grammar | None:
+        conversation, grammar = turn.prompt, turn.grammar
         if not isinstance(conversation, Conversation) or not conversation.tools:
-            return turn.grammar
-        chat = self.broker.chat_format(turn.model)
-        grammar = chat.grammar(
-            conversation.tools, conversation.choice, parallel=conversation.parallel_calls
+            return grammar
+        schema = grammar.json_schema if grammar is not None else None
+        of_tools = self.broker.chat_format(turn.model).grammar(
+            conversation.tools,
+            conversation.choice,
+            parallel=conversation.parallel_calls,
+            schema=schema if isinstance(schema, Mapping) else None,
+            prompt_text=prompt.text,
         )
-        return grammar or turn.grammar
+        return of_tools or grammar
+
+    def _sampling(self, turn: Turn, max_tokens: int) -> Sampling:
+        sampling, conversation = turn.sampling, turn.prompt
+        is_chat = isinstance(conversation, Conversation)
+        if is_chat and conversation.tools and conversation.choice == "none":
+            banned = self.broker.chat_format(turn.model).banned_tokens()
+            bias = {**sampling.logit_bias, **dict.fromkeys(banned, BANNED)}
+            sampling = replace(sampling, logit_bias=bias)
+        if sampling.min_tokens > max_tokens:
+            sampling = replace(sampling, min_tokens=max_tokens)
+        return sampling
 
     def _reader(self, turn: Turn, prompt: Prompt) -> ReplyReader | None:
         if not isinstance(turn.prompt, Conversation):
@@ -134,6 +163,7 @@ class Generation:
         self._reasoning: list[str] = []
         self._calls: list[Call] = []
         self._logprobs: list[TokenLogprob] = []
+        self._is_over = False
 
     async def end(self) -> Ended:
         """Run to the end."""
@@ -158,7 +188,10 @@ class Generation:
                 case Completed():
                     for each in self._rest():
                         yield each
-                    yield await self._ended(event)
+                    ended = await self._ended(event)
+                    # Whoever reads this may ask for the next turn at once.
+                    self._leave()
+                    yield ended
 
     async def __aenter__(self) -> Self:
         return self
@@ -170,6 +203,12 @@ class Generation:
         traceback: TracebackType | None,
     ) -> None:
         self.cancel()
+        self._leave()
+
+    def _leave(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._generator.left(self.turn, self.prompt)
 
     def _pieces(self, text: str) -> list[TurnEvent]:
         if self._reader is None:
@@ -236,6 +275,7 @@ class Generation:
         """Which stop string the output ended before."""
         if not self.turn.stop or completed.finish_reason != "stop":
             return None
-        raw = await self._generator.broker.decode(completed.tokens, model=self.turn.model)
+        chat = self._generator.broker.chat_format(self.turn.model)
+        raw = await to_thread.run_sync(chat.decode, completed.tokens)
         rest = raw[len(completed.text) :]
         return next((stop for stop in self.turn.stop if rest.startswith(stop)), None)

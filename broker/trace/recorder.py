@@ -5,9 +5,10 @@ import stat
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from threading import Condition, Thread
-from typing import BinaryIO, Self
+from typing import BinaryIO, NamedTuple, Self
 
 import msgspec
 from msgspec import Struct
@@ -23,6 +24,22 @@ class RecorderStatistics(Struct, frozen=True, kw_only=True):
     dropped: int
     unwritten: int
     file_error: str
+
+
+class Tail(NamedTuple):
+    """Events of the ring in their order, the first of which has this `number`, counted from 0.
+
+    `dropped` had been asked for, and have left the ring.
+    """
+
+    number: int
+    events: list[Event]
+    dropped: int
+
+    @property
+    def next(self) -> int:
+        """The number to ask for next."""
+        return self.number + len(self.events)
 
 
 class Recorder:
@@ -88,6 +105,15 @@ class Recorder:
         """`TraceStarted` and the events still in the ring, oldest first."""
         with self._changed:
             return [self.started, *self._ring]
+
+    def since(self, number: int = 0, most: int | None = None) -> Tail:
+        """The events from a number on that are still in the ring, `most` of them at most."""
+        with self._changed:
+            first = self._emitted - len(self._ring)
+            start = min(max(number, first), self._emitted)
+            stop = None if most is None else start - first + most
+            events = list(islice(self._ring, start - first, stop))
+        return Tail(start, events, max(first - number, 0))
 
     def statistics(self) -> RecorderStatistics:
         """Counts since the start."""
