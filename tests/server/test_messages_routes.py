@@ -130,12 +130,14 @@ async def test_a_client_that_goes_away_before_the_first_event_leaves_nothing() -
         await anyio.sleep_forever()
 
     async with Broker(MODEL, ram="64MiB") as broker:
-        app = Starlette(routes=routes(service_over(broker, ServerSettings())))
+        service = service_over(broker, ServerSettings())
+        app = Starlette(routes=routes(service))
         scope = {"type": "http", "method": "POST", "path": PATH, "headers": [], "query_string": b""}
         await app(scope, receive, send)
         while not await _cancelled(broker):
             await anyio.lowlevel.checkpoint()
         await check_idle(broker)
+        assert not service.generator.histories._running
 
 
 def test_the_table_of_operations_has_every_endpoint() -> None:
