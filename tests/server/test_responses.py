@@ -157,7 +157,11 @@ def test_logprobs_come_with_the_text(client: OpenAI) -> None:
 
 
 def test_a_tool_is_called_and_its_result_goes_on(client: OpenAI) -> None:
-    asked = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
+    asked: dict[str, Any] = {
+        "tools": [WEATHER],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    }
     with client.responses.stream(
         model=MODEL, input="Sky?", max_output_tokens=500, temperature=0, **asked
     ) as stream:
