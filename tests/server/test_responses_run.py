@@ -10,6 +10,7 @@ from mlx_swarm.broker.errors import EngineFailed, OutOfMemory
 from mlx_swarm.broker.server.errors import ApiError
 from mlx_swarm.broker.server.generation import Generation
 from mlx_swarm.broker.server.responses.objects import Response
+from mlx_swarm.broker.server.responses.routes import RunFrames
 from mlx_swarm.broker.server.responses.run import ResponseRun, start_run
 from mlx_swarm.broker.server.responses.store import Stores
 from mlx_swarm.broker.server.responses.wire import CreateResponse
@@ -95,6 +96,17 @@ def test_leaving_a_run_cancels_it_and_keeps_what_there_is() -> None:
             pass
         assert unread.response.status == "cancelled"
         await world.whole(previous_response_id=run.id)
+
+    in_world(test)
+
+
+def test_a_stream_that_nobody_read_is_over_when_it_is_closed() -> None:
+    async def test(world: World) -> None:
+        first = await world.whole(Caller(agent="writer"))
+        frames = RunFrames(await world.start(previous_response_id=first.id))
+        await frames.aclose()
+        assert not world.stores.live.is_running("", "writer")
+        assert not world.service.generator.histories._running
 
     in_world(test)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Literal
+from typing import Literal, Self
 
 import anyio
 from msgspec import Struct
@@ -123,6 +123,25 @@ def routes(service: Service, stores: Stores) -> list[BaseRoute]:
     ]
 
 
+class RunFrames:
+    """The events of a run as server-sent ones. Closing ends the run, though nothing was read."""
+
+    def __init__(self, run: ResponseRun) -> None:
+        self._run = run
+        self._events = aiter(run)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes:
+        event = await anext(self._events)
+        return frame(event, event.type)
+
+    async def aclose(self) -> None:
+        """End the run if it has not ended."""
+        await self._run.aclose()
+
+
 class ResponsesApi:
     """The endpoints; each raises what is wrong."""
 
@@ -143,7 +162,7 @@ class ResponsesApi:
             run = await unless_gone(
                 request, lambda: start_run(self._service, body, who, self._stores)
             )
-            return self._stream(_frames(run))
+            return self._stream(RunFrames(run))
 
         async def whole() -> HttpResponse:
             async with await start_run(self._service, body, who, self._stores) as run:
@@ -212,12 +231,6 @@ class ResponsesApi:
 
     def _stream(self, frames: AsyncIterator[bytes]) -> EventStream:
         return EventStream(frames, ping_seconds=self._service.settings.ping_seconds)
-
-
-async def _frames(run: ResponseRun) -> AsyncIterator[bytes]:
-    async with run:
-        async for event in run:
-            yield frame(event, event.type)
 
 
 async def _followed(ring: EventRing, after: int) -> AsyncIterator[bytes]:
