@@ -13,16 +13,21 @@ from openai.types.responses import (
     ResponseStreamEvent,
 )
 from pydantic import BaseModel
-from starlette.routing import BaseRoute, Mount
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.routing import BaseRoute
 
 from mlx_swarm.broker.server.responses.routes import routes
 from mlx_swarm.broker.server.responses.store import Stores
 from mlx_swarm.broker.server.service import Service
-from mlx_swarm.broker.server.settings import ServerSettings
+from mlx_swarm.broker.server.settings import ApiKey, ServerSettings
 from tests.server.serving import serving
 
 MODEL = "synthetic:llama?layers=2&hidden=64&heads=4&kv_heads=2&intermediate=128&context=2048&seed=3"
+GIVEN: dict[str, Any] = {
+    "model": MODEL,
+    "max_output_tokens": 6,
+    "temperature": 0,
+    "extra_body": {"min_tokens": 6},
+}
 WEATHER: Any = {
     "type": "function",
     "name": "weather",
@@ -36,51 +41,44 @@ WEATHER: Any = {
     "strict": True,
 }
 
+KEY = {"authorization": "Bearer first"}
+
 
 class Verdict(BaseModel):
     word: Literal["yes", "no"]
     sure: bool
 
 
-class Tenants:
-    """Takes the tenant from a header, as the application takes it from the key."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope["headers"])
-        scope.setdefault("state", {})["tenant"] = headers.get(b"x-tenant", b"").decode()
-        await self._app(scope, receive, send)
+SETTINGS = ServerSettings(
+    ring_events=64, api_keys=(ApiKey("first", "one"), ApiKey("second", "two"))
+)
 
 
 def endpoints(service: Service) -> list[BaseRoute]:
-    stores = Stores.of(service.settings)
-    inner = Mount("/", routes=routes(service, stores))
-    return [Mount("/", app=Tenants(inner))]
+    return routes(service, Stores.of(service.settings))
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with serving(MODEL, settings=ServerSettings(ring_events=64), routes=endpoints) as url:
+    with serving(MODEL, settings=SETTINGS, routes=endpoints) as url:
         yield url
 
 
 @pytest.fixture(scope="module")
 def client(url: str) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    with OpenAI(base_url=f"{url}/v1", api_key="first", max_retries=0) as client:
         yield client
 
 
 def ask(client: OpenAI, text: Any = "How are you?", **fields: Any) -> Response:
-    given = {"model": MODEL, "max_output_tokens": 6, "temperature": 0, **fields}
+    given = {**GIVEN, **fields}
     response = client.responses.create(input=text, **given)
     assert isinstance(response, Response)
     return response
 
 
 def events(client: OpenAI, text: Any = "How are you?", **fields: Any) -> list[ResponseStreamEvent]:
-    given = {"model": MODEL, "max_output_tokens": 6, "temperature": 0, **fields}
+    given = {**GIVEN, **fields}
     stream = client.responses.create(input=text, stream=True, **given)
     assert isinstance(stream, Stream)
     return list(stream)
@@ -97,7 +95,9 @@ def total(response: Response) -> int:
 
 
 def test_a_response_has_text_usage_and_what_was_asked(client: OpenAI) -> None:
-    response = ask(client, instructions="Be brief.", metadata={"a": "b"}, user="me", tools=[WEATHER])
+    response = ask(
+        client, instructions="Be brief.", metadata={"a": "b"}, user="me", tools=[WEATHER]
+    )
     assert response.status == "incomplete"
     assert response.incomplete_details is not None
     assert response.incomplete_details.reason == "max_output_tokens"
@@ -106,7 +106,11 @@ def test_a_response_has_text_usage_and_what_was_asked(client: OpenAI) -> None:
     assert response.usage.output_tokens == 6
     assert total(response) == response.usage.input_tokens + 6
     assert (response.model, response.instructions, response.user) == (MODEL, "Be brief.", "me")
-    assert (response.metadata, response.temperature, response.tool_choice) == ({"a": "b"}, 0, "auto")
+    assert (response.metadata, response.temperature, response.tool_choice) == (
+        {"a": "b"},
+        0,
+        "auto",
+    )
     assert response.tools[0].to_dict() == WEATHER
 
 
@@ -153,9 +157,13 @@ def test_logprobs_come_with_the_text(client: OpenAI) -> None:
 
 
 def test_a_tool_is_called_and_its_result_goes_on(client: OpenAI) -> None:
-    asked = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
+    asked: dict[str, Any] = {
+        "tools": [WEATHER],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    }
     with client.responses.stream(
-        model=MODEL, input="Sky?", max_output_tokens=100, temperature=0, **asked
+        model=MODEL, input="Sky?", max_output_tokens=500, temperature=0, **asked
     ) as stream:
         done = [event for event in stream if event.type == "response.function_call_arguments.done"]
         first = stream.get_final_response()
@@ -173,7 +181,7 @@ def test_a_tool_is_called_and_its_result_goes_on(client: OpenAI) -> None:
 
 def test_structured_output_is_parsed(client: OpenAI) -> None:
     response = client.responses.parse(
-        model=MODEL, input="Is it?", text_format=Verdict, max_output_tokens=100, temperature=0
+        model=MODEL, input="Is it?", text_format=Verdict, max_output_tokens=500, temperature=0
     )
     assert isinstance(response.output_parsed, Verdict)
     assert response.text is not None
@@ -215,9 +223,10 @@ def test_an_item_can_be_referred_to(client: OpenAI) -> None:
     first = ask(client)
     reference: Any = {"type": "item_reference", "id": first.output[0].id}
     again: Any = {"role": "user", "content": "Again."}
-    assert ask(client, [reference, again]).output_text == ask(
-        client, [{"role": "assistant", "content": first.output_text}, again]
-    ).output_text
+    assert (
+        ask(client, [reference, again]).output_text
+        == ask(client, [{"role": "assistant", "content": first.output_text}, again]).output_text
+    )
 
 
 def test_a_prompt_can_be_computed_without_an_answer(client: OpenAI) -> None:
@@ -267,17 +276,11 @@ def test_events_can_be_had_again(client: OpenAI) -> None:
     id = first.response.id
     assert list(client.responses.retrieve(id, stream=True)) == got
     assert list(client.responses.retrieve(id, stream=True, starting_after=3)) == got[4:]
-    long = events(client, max_output_tokens=120, extra_body={"min_tokens": 120})
-    first = long[0]
-    assert first.type == "response.created"
-    if len(long) > 64:
-        with pytest.raises(BadRequestError, match="are gone"):
-            client.responses.retrieve(first.response.id, stream=True)
 
 
 def test_a_running_response_is_seen_and_cancelled(client: OpenAI, url: str) -> None:
     body = {"model": MODEL, "input": "Go.", "stream": True, "min_tokens": 1900, "temperature": 0}
-    with httpx.stream("POST", f"{url}/v1/responses", json=body, timeout=60) as stream:
+    with httpx.stream("POST", f"{url}/v1/responses", json=body, headers=KEY, timeout=60) as stream:
         lines = stream.iter_lines()
         created = json.loads(next(line for line in lines if line.startswith("data: "))[6:])
         id = created["response"]["id"]
@@ -293,7 +296,7 @@ def test_a_running_response_is_seen_and_cancelled(client: OpenAI, url: str) -> N
 
 def test_a_client_that_leaves_cancels(client: OpenAI, url: str) -> None:
     body = {"model": MODEL, "input": "Go.", "stream": True, "min_tokens": 1900, "temperature": 0}
-    with httpx.stream("POST", f"{url}/v1/responses", json=body, timeout=60) as stream:
+    with httpx.stream("POST", f"{url}/v1/responses", json=body, headers=KEY, timeout=60) as stream:
         line = next(line for line in stream.iter_lines() if line.startswith("data: "))
     id = json.loads(line[6:])["response"]["id"]
     while (response := client.responses.retrieve(id)).status == "in_progress":
@@ -316,7 +319,7 @@ def test_a_client_that_leaves_cancels(client: OpenAI, url: str) -> None:
 def test_errors_are_openais(
     url: str, fields: dict[str, Any], status: int, code: str | None, param: str
 ) -> None:
-    answer = httpx.post(f"{url}/v1/responses", json={"model": MODEL, **fields})
+    answer = httpx.post(f"{url}/v1/responses", json={"model": MODEL, **fields}, headers=KEY)
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["code"], error["param"]) == (
         status,
@@ -327,10 +330,9 @@ def test_errors_are_openais(
 
 
 def test_tenants_do_not_see_each_others(client: OpenAI) -> None:
-    mine = client.with_options(default_headers={"x-tenant": "one"})
-    theirs = client.with_options(default_headers={"x-tenant": "two"})
-    response = ask(mine, "A secret of one tenant.")
-    assert mine.responses.retrieve(response.id) == response
+    theirs = client.with_options(api_key="second")
+    response = ask(client, "A secret of one tenant.")
+    assert client.responses.retrieve(response.id) == response
     for refused in (
         theirs.responses.retrieve,
         theirs.responses.delete,

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
-from types import TracebackType
 from typing import NamedTuple, Self
 
 from anyio import to_thread
@@ -162,15 +161,14 @@ class ResponseRun:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Cancel what still runs and keep what came of it. Harmless when it has ended."""
         if self._events is not None:
             await self._events.aclose()
-        await self._generation.__aexit__(kind, error, traceback)
+        await self._generation.__aexit__(None, None, None)
         if not self.ring.is_closed:
             for each in self._ending(Incomplete, "cancelled"):
                 self._pushed(each)
