@@ -77,7 +77,7 @@ class ChatTemplate:
         thinking: bool | None = None,
     ) -> str:
         """The conversation as text; raises `InvalidRequest` where the template refuses it."""
-        settings = {"add_generation_prompt": add_generation_prompt, **_thinking(thinking)}
+        settings = {"add_generation_prompt": add_generation_prompt, **self._thinking(thinking)}
         return str(self._apply(turns, tools, tokenize=False, **settings))
 
     def tokens(
@@ -92,7 +92,7 @@ class ChatTemplate:
         """The tokens of `text`, which is what the same arguments rendered to."""
         if not self._cuts_itself:
             return list(self._tokenizer.encode(text, add_special_tokens=False))
-        settings = {"add_generation_prompt": add_generation_prompt, **_thinking(thinking)}
+        settings = {"add_generation_prompt": add_generation_prompt, **self._thinking(thinking)}
         return list(self._apply(turns, tools, tokenize=True, **settings))
 
     def attempt(
@@ -117,6 +117,13 @@ class ChatTemplate:
         does."""
         own = getattr(type(self._tokenizer._tokenizer), "apply_chat_template", None)
         return own is not PreTrainedTokenizerBase.apply_chat_template
+
+    def _thinking(self, thinking: bool | None) -> dict[str, bool]:
+        if thinking is None:
+            return {}
+        # Some templates have the switch under another name.
+        is_other = "enable_thinking" not in self.source and re.search(r"\bthinking\b", self.source)
+        return {"thinking" if is_other else "enable_thinking": thinking}
 
     def _apply(self, turns: Sequence[Turn], tools: Sequence[Any] | None, **settings: Any) -> Any:
         if not self._tokenizer.has_chat_template:
@@ -260,7 +267,3 @@ def _in_order(text: str, words: Sequence[str]) -> bool:
     return all(text.count(word) == 1 for word in words) and all(
         before < after for before, after in pairwise(places)
     )
-
-
-def _thinking(thinking: bool | None) -> dict[str, bool]:
-    return {} if thinking is None else {"enable_thinking": thinking}

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mlx_swarm.broker import InvalidRequest, Message, Tool, ToolCall
 from mlx_swarm.broker.models import CallPiece, LoadedModel, ReasoningPiece, TextPiece, load
+from mlx_swarm.broker.models.boundaries import _common_text
 from tests.models.call_examples import WEATHER, syntax_of
 from tests.models.templates import (
     ALTERNATING,
@@ -158,6 +159,21 @@ def test_thinking_can_be_turned_off() -> None:
     assert chat.render(messages, thinking=True).text == chat.render(messages).text
 
 
+def test_the_switch_of_thinking_may_have_another_name() -> None:
+    model = with_template("{{ messages[0].content }}{% if thinking %}<think>{% endif %}")
+    texts = [model.chat.render([Message("user", "Hi")], thinking=on).text for on in (True, False)]
+    assert texts == ["Hi<think>", "Hi"]
+
+
+def test_tools_are_told_in_the_form_that_the_reader_reads() -> None:
+    """A template may show tools, in a form of which mlx-lm has no parser."""
+    model = with_template(DATED)
+    text = model.chat.render(WORKED, [WEATHER]).text
+    assert "Functions:" not in text
+    assert "You can call the tools below." in text
+    assert '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>' in text
+
+
 @every_model
 @settings(max_examples=20)
 @given(following=st.text(min_size=1).filter(str.strip))
@@ -225,3 +241,11 @@ def test_a_system_message_that_is_refused_says_so() -> None:
     with pytest.raises(InvalidRequest, match="refuses the roles system, user"):
         model.chat.render([Message("system", "Be brief."), Message("user", "Hi")])
     assert "get_weather" in model.chat.render([Message("user", "Hi")], [WEATHER]).text
+
+
+@given(st.lists(st.text("ab", max_size=9), min_size=1, max_size=4))
+def test_the_text_that_all_begin_with(texts: list[str]) -> None:
+    shared = _common_text(texts)
+    assert all(text.startswith(shared) for text in texts)
+    further = {text[len(shared) : len(shared) + 1] for text in texts}
+    assert len(further) > 1 or further == {""}

@@ -216,6 +216,11 @@ def test_calls_to_the_end_of_the_output() -> None:
     assert read([text], reader(syntax_of("mistral"))) == [CALLED, CallPiece("g", "{}")]
 
 
+def test_the_id_of_a_call_is_not_its_name() -> None:
+    text = '[TOOL_CALLS]f[CALL_ID]abcDEF123[ARGS]{"a": 1}'
+    assert read([text], reader(syntax_of("mistral"))) == [CALLED]
+
+
 def test_a_header_says_what_follows() -> None:
     think = {
         "header": [("to=self<|message|>", "reasoning"), ("to=user<|message|>", "normal")],
