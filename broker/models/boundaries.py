@@ -85,13 +85,9 @@ class Boundaries:
         if not texts:
             return 0
         shared = _common_text([text, *texts])
-        # Nothing merges with a special token: what is before the last one is cut into tokens once.
-        cut = self._marker.last_token(shared)
-        before = self._encoded(shared[:cut])
-        if list(tokens[: len(before)]) != before:
-            cut, before = 0, []
-        after = self._shared_tokens(shared[cut:])
-        return len(before) + len(common_prefix([tokens[len(before) :], after]))
+        # Nothing merges with a special token: only what is behind the last one has to be measured.
+        cut, before = self._marker.last_mark(text, tokens, shared)
+        return before + len(common_prefix([tokens[before:], self._shared_tokens(shared[cut:])]))
 
     def _texts(
         self, head: Sequence[Message], following: Sequence[Message], conversation: Conversation
@@ -125,10 +121,11 @@ def common_prefix(sequences: Sequence[Sequence[int]]) -> list[int]:
 def _common_text(texts: Sequence[str]) -> str:
     # What the first and the last in order share, all between them share too.
     first, last = min(texts), max(texts)
-    length = next(
-        (at for at, pair in enumerate(zip(first, last, strict=False)) if len(set(pair)) > 1),
-        len(first),
-    )
+    length, step = 0, 1 << len(first).bit_length()
+    while step:
+        if first[length : length + step] == last[length : length + step]:
+            length += step
+        step //= 2
     return first[:length]
 
 

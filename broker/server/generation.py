@@ -127,8 +127,8 @@ class Generator:
 
     def _sampling(self, turn: Turn, max_tokens: int) -> Sampling:
         sampling, conversation = turn.sampling, turn.prompt
-        is_chat = isinstance(conversation, Conversation)
-        if is_chat and conversation.tools and conversation.choice == "none":
+        tools = conversation.tools if isinstance(conversation, Conversation) else ()
+        if tools and isinstance(conversation, Conversation) and conversation.choice == "none":
             banned = self.broker.chat_format(turn.model).banned_tokens()
             bias = {**sampling.logit_bias, **dict.fromkeys(banned, BANNED)}
             sampling = replace(sampling, logit_bias=bias)

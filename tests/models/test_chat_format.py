@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mlx_swarm.broker import InvalidRequest, Message, Tool, ToolCall
 from mlx_swarm.broker.models import CallPiece, LoadedModel, ReasoningPiece, TextPiece, load
+from mlx_swarm.broker.models.boundaries import _common_text
 from tests.models.call_examples import WEATHER, syntax_of
 from tests.models.templates import (
     ALTERNATING,
@@ -240,3 +241,11 @@ def test_a_system_message_that_is_refused_says_so() -> None:
     with pytest.raises(InvalidRequest, match="refuses the roles system, user"):
         model.chat.render([Message("system", "Be brief."), Message("user", "Hi")])
     assert "get_weather" in model.chat.render([Message("user", "Hi")], [WEATHER]).text
+
+
+@given(st.lists(st.text("ab", max_size=9), min_size=1, max_size=4))
+def test_the_text_that_all_begin_with(texts: list[str]) -> None:
+    shared = _common_text(texts)
+    assert all(text.startswith(shared) for text in texts)
+    further = {text[len(shared) : len(shared) + 1] for text in texts}
+    assert len(further) > 1 or further == {""}

@@ -97,7 +97,7 @@ def grammar_of(
 ) -> Grammar | None:
     given = {"parallel": True, "schema": None, "in_reasoning": False, **settings}
     marker = Marker(model.tokenizer)
-    return tool_grammar(syntax_of(family), marker, tools, choice, in_reasoning=bool(think), **given)
+    return tool_grammar(syntax_of(family), marker, tools, choice, think=think, **given)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=FAMILIES)

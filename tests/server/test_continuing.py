@@ -17,12 +17,13 @@ MODEL = (
     "synthetic:llama?layers=2&hidden=64&heads=4&kv_heads=2&intermediate=128&context=2048&seed=3"
     "&tokenizer=smollm2-135m"
 )
+CITIES = ["Rome", "Oslo"]
 WEATHER = Tool(
     "weather",
     "Tells the weather.",
     {
         "type": "object",
-        "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+        "properties": {"city": {"enum": CITIES}},
         "required": ["city"],
         "additionalProperties": False,
     },
@@ -38,15 +39,21 @@ STRIPPING = (
 )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture
-async def generator() -> AsyncIterator[Generator]:
+@pytest.fixture(scope="module")
+async def broker() -> AsyncIterator[Broker]:
     async with Broker(MODEL, ram="64MiB") as broker:
-        yield Generator(broker, Histories())
+        yield broker
+
+
+@pytest.fixture
+async def generator(broker: Broker) -> Generator:
+    await broker.cache_view.clear()
+    return Generator(broker, Histories())
 
 
 class Chat:
@@ -124,23 +131,41 @@ async def test_after_a_stop_string_the_hit_ends_before_it(generator: Generator) 
     assert await generator.broker.decode(again.prompt) == rendered.text
 
 
-async def test_calls_and_their_results_compute_what_is_new(generator: Generator) -> None:
+async def test_calls_and_their_results_compute_what_is_new(
+    generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Generator, "_grammar", lambda self, turn, prompt: turn.grammar)
+    called = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+    calling = Grammar(choice=[called, called.replace("Rome", "Oslo")])
     chat = Chat(generator, (WEATHER,))
-    said = await chat.turn(Message("user", "Rain?"), choice="required", max_tokens=120)
-    assert said.finish_reason == "tool_calls"
+    said = await chat.turn(Message("user", "Rain?"), grammar=calling)
     for _ in range(2):
-        before = [*said.prompt, *said.tokens]
+        assert said.finish_reason == "tool_calls"
+        before = (*said.prompt, *said.tokens)
         results = [Message("tool", "dry", tool_call_id=call.id) for call in said.calls]
-        said = await chat.turn(*results, choice="required", max_tokens=120)
+        said = await chat.turn(*results, grammar=calling)
         common = len(said.prompt) - said.usage.prefilled_tokens
-        assert said.prompt[:common] == tuple(before[:common])
+        assert said.prompt[: len(before)] == before
         assert common >= len(before) - 1
 
 
-async def test_a_template_that_leaves_out_thoughts_falls_back(generator: Generator) -> None:
+async def test_calls_that_the_template_writes_otherwise_fall_back(generator: Generator) -> None:
+    chat = Chat(generator, (WEATHER,))
+    said = await chat.turn(Message("user", "Rain?"), choice="required", max_tokens=120)
+    assert said.finish_reason == "tool_calls"
+    results = [Message("tool", "dry", tool_call_id=call.id) for call in said.calls]
+    again = await chat.turn(*results, choice="required", max_tokens=4)
+    assert again.usage.ram_tokens >= len(said.prompt)
+    rendered = await generator.broker.render(chat.messages[:-1], tools=chat.tools)
+    assert await generator.broker.decode(again.prompt) == rendered.text
+
+
+async def test_a_template_that_leaves_out_thoughts_falls_back(
+    generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     thinking = Grammar(regex="<think>[a-z]{3,9}</think>[A-Z][a-z]{3,9}")
     tokenizer: Any = generator.broker._known().named(generator.broker.model_name).tokenizer
-    tokenizer.chat_template = STRIPPING
+    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", STRIPPING)
     chat = Chat(generator)
     said = await chat.turn(Message("user", "Think."), grammar=thinking)
     assert said.text.startswith("<think>")
@@ -156,6 +181,8 @@ async def test_a_template_that_leaves_out_thoughts_falls_back(generator: Generat
 
 async def test_agents_follow_from_what_was_said(generator: Generator) -> None:
     first, second = Chat(generator), Chat(generator)
+    recorder = generator.broker.recorder
+    start = recorder.statistics().emitted
     await first.turn(Message("user", "One."), max_tokens=4)
     agent = first.agent
     await second.turn(Message("user", "Another one."), max_tokens=4)
@@ -169,7 +196,7 @@ async def test_agents_follow_from_what_was_said(generator: Generator) -> None:
     assert fork.agent not in (agent, second.agent)
     await fork.turn(Message("user", "Four."), caller=Caller(agent="bob"), max_tokens=4)
     assert fork.agent == "bob"
-    found = generator.broker.recorder.events()
+    found = recorder.since(start).events
     queued = [each.agent for each in found if isinstance(each, events.Queued)]
     assert queued[0] == queued[2] == agent
     assert queued[-1] == "bob"
