@@ -114,7 +114,7 @@ def test_an_answer_is_whole_and_its_stream_is_the_same(client: openai.OpenAI) ->
 
 
 def test_the_real_model_says_what_its_tokens_are(smollm2: openai.OpenAI) -> None:
-    asked: Any = {"model": SMOLLM2, "messages": COLOUR, "max_tokens": 6, "temperature": 0}
+    asked: Any = {"model": SMOLLM2, "messages": COLOUR, "max_tokens": 4, "temperature": 0}
     [choice] = smollm2.chat.completions.create(**asked, logprobs=True).choices
     assert choice.finish_reason == "length"
     assert choice.logprobs is not None
@@ -251,6 +251,10 @@ def test_errors_have_their_class_and_field(client: openai.OpenAI) -> None:
         assert overflow.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError):
         create(model=RANDOM, messages=COLOUR, logit_bias={"99999": 1})
+    wrong_schema: Any = {"name": "x", "schema": {"type": "colour"}}
+    wanted: Any = {"type": "json_schema", "json_schema": wrong_schema}
+    with pytest.raises(openai.BadRequestError):
+        create(model=RANDOM, messages=COLOUR, response_format=wanted, stream=True)
     with pytest.raises(openai.BadRequestError):
         client.completions.create(model=RANDOM, prompt=[99999])
 

@@ -172,7 +172,7 @@ def test_sampling_stops_and_thinking() -> None:
         ),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]},
-            "messages[0].tool_calls[0]",
+            "messages[0].tool_calls[0].function",
         ),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": -1}, "temperature"),
@@ -199,6 +199,12 @@ def test_what_is_wrong_in_a_chat_names_its_field(fields: dict[str, Any], param: 
         _turns(**fields)
     assert refused.value.status == 400
     assert refused.value.param == param
+
+
+def test_a_field_that_is_not_there_is_named() -> None:
+    with pytest.raises(ApiError) as refused:
+        decode(ChatBody, b"{}")
+    assert (refused.value.status, refused.value.param) == (400, "messages")
 
 
 def test_half_a_character_is_no_text() -> None:
