@@ -27,7 +27,7 @@ Whole = Callable[[Events], Awaitable[object]]
 _log = logging.getLogger(__name__)
 
 
-def guarded(endpoint: Endpoint) -> Endpoint:
+def answered(endpoint: Endpoint) -> Endpoint:
     """The endpoint, whose errors are answered in OpenAI's form."""
 
     async def answer(request: Request) -> Response:

@@ -12,6 +12,7 @@ from .errors import ApiError, invalid
 Body = TypeVar("Body")
 
 _ENCODER = msgspec.json.Encoder()
+_MISSING = re.compile(r"missing required field `(?P<field>[^`]*)`")
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
 
 
@@ -35,10 +36,12 @@ def convert(kind: type[Body], data: Any) -> Body:
 
 def wrong_field(error: msgspec.ValidationError) -> ApiError:
     """What msgspec refused, with the path of the field apart."""
-    found = _AT.search(str(error))
+    found, missing = _AT.search(str(error)), _MISSING.search(str(error))
     if found is None:
-        return invalid(str(error))
+        return invalid(str(error), missing["field"] if missing else None)
     path = found["path"].lstrip(".") or None
+    if missing is not None:
+        path = f"{path}.{missing['field']}" if path else missing["field"]
     return invalid(f"{path or 'the body'}: {str(error)[: found.start()]}", path)
 
 

@@ -111,8 +111,10 @@ class Generator:
 
     def _grammar(self, turn: Turn, prompt: Prompt) -> Grammar | None:
         conversation, grammar = turn.prompt, turn.grammar
-        if not isinstance(conversation, Conversation) or not (conversation.tools or grammar):
+        if not isinstance(conversation, Conversation):
             return grammar
+        if not conversation.tools and grammar is None:
+            return None
         schema = grammar.json_schema if grammar is not None else None
         of_tools = self.broker.chat_format(turn.model).grammar(
             conversation.tools,

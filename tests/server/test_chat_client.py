@@ -3,22 +3,20 @@ says matters, and a random one where it does not."""
 
 import json
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 
 from mlx_swarm.broker.server.chat.routes import routes as chat_routes
 from mlx_swarm.broker.server.completions.routes import routes as completion_routes
 from mlx_swarm.broker.server.service import Service
+from tests.server.idle import IDLE, idle_route
 from tests.server.serving import SMOLLM2, serving
-from tests.tiny_broker import check_idle
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -45,21 +43,12 @@ TIME: Any = {"type": "function", "function": {"name": "time", "parameters": {"ty
 class Colour(BaseModel):
     """What the model has to fill in."""
 
-    red: int
+    name: Literal["red", "blue"]
     is_warm: bool
 
 
 def _routes(service: Service) -> list[BaseRoute]:
-    async def idle(request: HttpRequest) -> Response:
-        with anyio.fail_after(20):
-            while True:
-                try:
-                    await check_idle(service.broker)
-                    return Response("idle")
-                except AssertionError:
-                    await anyio.sleep(0.01)
-
-    return [*chat_routes(service), *completion_routes(service), Route("/idle", idle)]
+    return [*chat_routes(service), *completion_routes(service), idle_route(service)]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +61,7 @@ def url() -> Iterator[str]:
 def client(url: str) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
         yield client
-        assert client.get("../idle", cast_to=str) == "idle"
+        assert client.get(f"..{IDLE}", cast_to=str) == "idle"
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +114,7 @@ def test_an_answer_is_whole_and_its_stream_is_the_same(client: openai.OpenAI) ->
 
 
 def test_the_real_model_says_what_its_tokens_are(smollm2: openai.OpenAI) -> None:
-    asked: Any = {"model": SMOLLM2, "messages": COLOUR, "max_tokens": 6, "temperature": 0}
+    asked: Any = {"model": SMOLLM2, "messages": COLOUR, "max_tokens": 4, "temperature": 0}
     [choice] = smollm2.chat.completions.create(**asked, logprobs=True).choices
     assert choice.finish_reason == "length"
     assert choice.logprobs is not None
@@ -190,12 +179,14 @@ def test_required_tools_and_functions_before_tools(client: openai.OpenAI) -> Non
     assert old.choices[0].message.function_call.name == "weather"
 
 
-def test_an_answer_keeps_to_a_schema(smollm2: openai.OpenAI) -> None:
-    asked: Any = {"model": SMOLLM2, "messages": COLOUR, "temperature": 0, "max_tokens": 40}
-    parsed = smollm2.chat.completions.parse(**asked, response_format=Colour)
-    assert isinstance(parsed.choices[0].message.parsed, Colour)
-    asked["max_tokens"] = 3
-    some = smollm2.chat.completions.create(**asked, response_format={"type": "json_object"})
+def test_an_answer_keeps_to_a_schema(client: openai.OpenAI) -> None:
+    asked: Any = {"model": RANDOM, "messages": COLOUR, "temperature": 0, "max_tokens": 400}
+    parsed = client.chat.completions.parse(**asked, response_format=Colour).choices[0].message
+    assert isinstance(parsed.parsed, Colour)
+    with client.chat.completions.stream(**asked, response_format=Colour) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == parsed.parsed
+    asked["max_tokens"] = 50
+    some = client.chat.completions.create(**asked, response_format={"type": "json_object"})
     assert (some.choices[0].message.content or "").lstrip().startswith("{")
 
 
@@ -215,14 +206,14 @@ def test_completions_of_several_prompts(client: openai.OpenAI) -> None:
     assert len({each.text for each in whole.choices[:2]}) == 2
 
 
-@pytest.mark.parametrize("max_tokens", [0, 2])
+@pytest.mark.parametrize(("max_tokens", "reply"), [(0, ""), (2, " Paris.")])
 def test_echo_gives_the_prompt_and_what_it_was_worth(
-    smollm2: openai.OpenAI, max_tokens: int
+    smollm2: openai.OpenAI, max_tokens: int, reply: str
 ) -> None:
     prompt = "The capital of France is"
     asked: Any = {"model": SMOLLM2, "max_tokens": max_tokens, "echo": True, "temperature": 0}
     [choice] = smollm2.completions.create(**asked, prompt=prompt, logprobs=0).choices
-    assert choice.text == prompt + ("", "", " Paris.")[max_tokens]
+    assert choice.text == prompt + reply
     assert choice.finish_reason == "length"
     assert choice.logprobs is not None
     assert choice.logprobs.token_logprobs is not None
@@ -260,6 +251,10 @@ def test_errors_have_their_class_and_field(client: openai.OpenAI) -> None:
         assert overflow.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError):
         create(model=RANDOM, messages=COLOUR, logit_bias={"99999": 1})
+    wrong_schema: Any = {"name": "x", "schema": {"type": "colour"}}
+    wanted: Any = {"type": "json_schema", "json_schema": wrong_schema}
+    with pytest.raises(openai.BadRequestError):
+        create(model=RANDOM, messages=COLOUR, response_format=wanted, stream=True)
     with pytest.raises(openai.BadRequestError):
         client.completions.create(model=RANDOM, prompt=[99999])
 
@@ -285,10 +280,10 @@ async def test_many_ask_at_once(url: str) -> None:
 
     async def ask(seed: int) -> None:
         asked: Any = {"model": RANDOM, "messages": COLOUR, "max_tokens": 4, "seed": seed % 2}
-        found = await client.chat.completions.create(**asked)
+        found = await asking.chat.completions.create(**asked)
         texts[seed] = found.choices[0].message.content
 
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any") as client:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any") as asking:
         async with anyio.create_task_group() as tasks:
             for seed in range(6):
                 tasks.start_soon(ask, seed)

@@ -4,7 +4,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from ..answering import guarded, streamed_answer, whole_answer
+from ..answering import answered, streamed_answer, whole_answer
 from ..bodies import read
 from ..callers import caller
 from ..openai_fields import caller_fields
@@ -49,4 +49,4 @@ def routes(service: Service) -> list[BaseRoute]:
             return await streamed_answer(request, service, turns, answer.chunks)
         return await whole_answer(request, service.generator, turns, answer.whole)
 
-    return [Route("/v1/chat/completions", guarded(create), methods=["POST"])]
+    return [Route("/v1/chat/completions", answered(create), methods=["POST"])]
