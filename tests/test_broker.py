@@ -218,7 +218,7 @@ async def test_generation_ends_where_the_context_does() -> None:
         ({"tokens": (), "messages": "hello"}, InvalidRequest, "message 0 is 'h'"),
         ({"tokens": (), "messages": [{}]}, InvalidRequest, "message 0 is {}"),
         ({"tokens": (), "messages": [Message("user", None)]}, InvalidRequest, "message 0 is None"),  # type: ignore[arg-type]
-        ({"tokens": (), "messages": [Message("tool", "x")]}, InvalidRequest, "the role 'tool'"),
+        ({"tokens": (), "messages": [Message("bot", "x")]}, InvalidRequest, "the role 'bot'"),  # type: ignore[arg-type]
         ({"stop": [5]}, InvalidRequest, "stop string is 5; it must be text"),
         ({"stop": None}, InvalidRequest, "stop is None"),
         ({"tenant": None}, InvalidRequest, "tenant is None"),

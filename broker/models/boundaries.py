@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..messages import Message, Tool
+from .marker import Marker
 from .template import ChatTemplate
 from .turns import Turns, leading_length
 
@@ -32,6 +33,7 @@ class Boundaries:
     def __init__(self, template: ChatTemplate, tokenizer: TokenizerWrapper) -> None:
         self._template = template
         self._tokenizer = tokenizer
+        self._marker = Marker(tokenizer)
         self._kept: OrderedDict[str, list[int]] = OrderedDict()
 
     def of(
@@ -82,7 +84,10 @@ class Boundaries:
         texts = self._texts(head, _continuations(head[-1]), conversation)
         if not texts:
             return 0
-        return len(common_prefix([tokens, self._shared_tokens(_common_text([text, *texts]))]))
+        shared = _common_text([text, *texts])
+        # Nothing merges with a special token: only what is behind the last one has to be measured.
+        cut, before = self._marker.last_mark(text, tokens, shared)
+        return before + len(common_prefix([tokens[before:], self._shared_tokens(shared[cut:])]))
 
     def _texts(
         self, head: Sequence[Message], following: Sequence[Message], conversation: Conversation
@@ -97,9 +102,10 @@ class Boundaries:
 
     def _shared_tokens(self, text: str) -> list[int]:
         """The tokens that every text begins with that begins with `text`."""
-        return common_prefix(
-            [self._tokenizer.encode(text + probe, add_special_tokens=False) for probe in PROBES]
-        )
+        return common_prefix([self._encoded(text + probe) for probe in PROBES])
+
+    def _encoded(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 
 def common_prefix(sequences: Sequence[Sequence[int]]) -> list[int]:
@@ -115,10 +121,11 @@ def common_prefix(sequences: Sequence[Sequence[int]]) -> list[int]:
 def _common_text(texts: Sequence[str]) -> str:
     # What the first and the last in order share, all between them share too.
     first, last = min(texts), max(texts)
-    length = next(
-        (at for at, pair in enumerate(zip(first, last, strict=False)) if len(set(pair)) > 1),
-        len(first),
-    )
+    length, step = 0, 1 << len(first).bit_length()
+    while step:
+        if first[length : length + step] == last[length : length + step]:
+            length += step
+        step //= 2
     return first[:length]
 
 

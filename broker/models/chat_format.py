@@ -158,7 +158,11 @@ class ChatFormat:
 
     def _known_syntax(self) -> ToolSyntax:
         known = tool_syntax(self._tokenizer)
-        return GENERIC if known is None or not self._template.traits.tools else known
+        if known is None or not self._template.traits.tools:
+            return GENERIC
+        if known.family == "mistral" and "[ARGS]" not in self._template.source:
+            return known._replace(family="mistral_list")
+        return known
 
     def _conversation(self, tools: Sequence[Tool], thinking: bool | None) -> Conversation:
         native = self._known_syntax() is not GENERIC

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -36,6 +37,19 @@ class Marker:
             return False
         return not (self._pattern and re.search(self._pattern, tail))
 
+    def last_mark(self, text: str, tokens: Sequence[int], beginning: str) -> tuple[int, int]:
+        """Where in the `beginning` of a text its last special token is: its first character, and
+        its number among the text's `tokens`. (0, 0) without one."""
+        if not self._pattern:
+            return 0, 0
+        before = [found.start() for found in re.finditer(self._pattern, beginning)]
+        known = set(self._special.values())
+        places = [at for at, token in enumerate(tokens) if token in known]
+        # A tokenizer may take less for special, or more: then nothing is known of its tokens.
+        if not before or len(places) != len(re.findall(self._pattern, text)):
+            return 0, 0
+        return before[-1], places[len(before) - 1]
+
     @cached_property
     def _special(self) -> dict[str, int]:
         """The added tokens that llguidance takes for no text."""
@@ -54,4 +68,4 @@ class Marker:
 
 def quoted(text: str) -> str:
     """Text as a literal of a Lark grammar."""
-    return json.dumps(text)
+    return json.dumps(text, ensure_ascii=False)

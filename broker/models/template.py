@@ -40,6 +40,7 @@ class Traits(NamedTuple):
     calls_with_text: bool
     several_calls: bool
     repeated_users: bool
+    user_after_result: bool
 
 
 class ChatTemplate:
@@ -76,7 +77,7 @@ class ChatTemplate:
         thinking: bool | None = None,
     ) -> str:
         """The conversation as text; raises `InvalidRequest` where the template refuses it."""
-        settings = {"add_generation_prompt": add_generation_prompt, **_thinking(thinking)}
+        settings = {"add_generation_prompt": add_generation_prompt, **self._thinking(thinking)}
         return str(self._apply(turns, tools, tokenize=False, **settings))
 
     def tokens(
@@ -91,7 +92,7 @@ class ChatTemplate:
         """The tokens of `text`, which is what the same arguments rendered to."""
         if not self._cuts_itself:
             return list(self._tokenizer.encode(text, add_special_tokens=False))
-        settings = {"add_generation_prompt": add_generation_prompt, **_thinking(thinking)}
+        settings = {"add_generation_prompt": add_generation_prompt, **self._thinking(thinking)}
         return list(self._apply(turns, tools, tokenize=True, **settings))
 
     def attempt(
@@ -116,6 +117,13 @@ class ChatTemplate:
         does."""
         own = getattr(type(self._tokenizer._tokenizer), "apply_chat_template", None)
         return own is not PreTrainedTokenizerBase.apply_chat_template
+
+    def _thinking(self, thinking: bool | None) -> dict[str, bool]:
+        if thinking is None:
+            return {}
+        # Some templates have the switch under another name.
+        is_other = "enable_thinking" not in self.source and re.search(r"\bthinking\b", self.source)
+        return {"thinking" if is_other else "enable_thinking": thinking}
 
     def _apply(self, turns: Sequence[Turn], tools: Sequence[Any] | None, **settings: Any) -> Any:
         if not self._tokenizer.has_chat_template:
@@ -176,6 +184,7 @@ class _Probe:
             calls=calls,
             calls_with_text=calls is not None and self._calls_with_text(calls),
             several_calls=calls is not None and self._several_calls(calls),
+            user_after_result=self._tool_role(calls, _turn("user", THIRD)),
             repeated_users=self._shows(("user", FIRST), ("user", SECOND))
             and self._shows(
                 ("user", FIRST), ("assistant", SECOND), ("user", THIRD), ("user", FOURTH)
@@ -225,12 +234,12 @@ class _Probe:
         text = self._template.attempt(self._called(form, "", 2))
         return text is not None and text.count(TOOL_NAME) >= 2
 
-    def _tool_role(self, form: CallForm | None) -> bool:
+    def _tool_role(self, form: CallForm | None, *following: Turn) -> bool:
         turns = [_turn("user", FIRST), _turn("assistant", SECOND)]
         if form is not None:
             turns = self._called(form, "")
         result = {**_turn("tool", FOURTH), "tool_call_id": _identifier(form, 0), "name": TOOL_NAME}
-        text = self._template.attempt([*turns, result])
+        text = self._template.attempt([*turns, result, *following])
         return text is not None and FOURTH in text
 
     def _called(self, form: CallForm, content: str, count: int = 1) -> list[Turn]:
@@ -258,7 +267,3 @@ def _in_order(text: str, words: Sequence[str]) -> bool:
     return all(text.count(word) == 1 for word in words) and all(
         before < after for before, after in pairwise(places)
     )
-
-
-def _thinking(thinking: bool | None) -> dict[str, bool]:
-    return {} if thinking is None else {"enable_thinking": thinking}

@@ -1,6 +1,7 @@
 """The marks in a model's output, and tool calls as its parser reads them."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +35,8 @@ class ThinkTags(NamedTuple):
     end: str
 
 
+# Some models of the family give a call's id, which its parser in mlx-lm takes for the name.
+CALL_ID = re.compile(r"\[CALL_ID\][\w-]+(?=\s*\[ARGS\])")
 GENERIC = ToolSyntax(START, END, json_tools.parse_tool_call, "json_tools")
 
 
@@ -61,6 +64,8 @@ def parse_calls(
     `tools` are in the form of the OpenAI API.
     """
     names = {tool["function"]["name"] for tool in tools}
+    if syntax.family == "mistral":
+        text = CALL_ID.sub("", text)
     try:
         parsed = syntax.parse(text, list(tools))
         found = parsed if isinstance(parsed, list) else [parsed]

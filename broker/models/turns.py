@@ -34,8 +34,10 @@ class Turns:
         placed = self._placed(list(messages))
         if described:
             placed = self._described(placed, described)
-        turns = [turn for message in self._paired(placed) for turn in [self._turn(message)]]
-        return turns if self._traits.repeated_users else _joined(turns)
+        turns = [self._turn(message) for message in self._paired(placed)]
+        if not self._traits.repeated_users:
+            turns = _joined(turns)
+        return turns if self._traits.user_after_result else _told_with_results(turns)
 
     def _placed(self, messages: list[Message]) -> list[Message]:
         """With roles that the template knows, where it keeps them at their places."""
@@ -172,3 +174,14 @@ def _joined(turns: Sequence[Turn]) -> list[Turn]:
         if "tool_calls" in turn:
             last["tool_calls"] = [*last.get("tool_calls", ()), *turn["tool_calls"]]
     return joined
+
+
+def _told_with_results(turns: Sequence[Turn]) -> list[Turn]:
+    """With what a user says right after a tool's result behind it, in the same turn."""
+    told: list[Turn] = []
+    for turn in turns:
+        if turn["role"] == "user" and told and told[-1]["role"] == "tool":
+            told[-1]["content"] = f"{told[-1]['content']}\n\n{turn['content']}"
+        else:
+            told.append(dict(turn))
+    return told
