@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import cache_cli
+from . import cache_cli, serve_cli
 from .errors import SwarmError
 from .interrupts import INTERRUPTS
 
@@ -77,6 +77,7 @@ def _root(
 
 
 app.add_typer(cache_cli.app, name="cache")
+app.command("serve")(serve_cli.command())
 
 
 @app.command()

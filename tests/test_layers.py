@@ -38,7 +38,7 @@ LAYERS = (
     ),
     ("broker.server",),
     ("agents",),
-    ("broker.cache_cli",),
+    ("broker.cache_cli", "broker.serve_cli"),
     ("broker.cli",),
 )
 # The package itself only hands out names, and loads what is above it when they are asked for.

@@ -19,7 +19,8 @@ class ListedEntry(Struct, frozen=True, kw_only=True):
     """A sequence that was stored.
 
     `own_tokens` and `own_bytes` are those that it shares with no longer beginning of another one;
-    `bytes` are all on its path. `tier` is `ram`, `cold`, or `pending` while it is computed.
+    `bytes` are all on its path. The first `pinned_tokens` stay for now.
+    `tier` is `ram`, `cold`, or `pending` while it is computed.
     """
 
     name: str
@@ -30,7 +31,7 @@ class ListedEntry(Struct, frozen=True, kw_only=True):
     tier: str
     hits: int
     leases: int
-    pinned: bool
+    pinned_tokens: int
     idle_seconds: float
 
 
@@ -51,20 +52,21 @@ def listing(space: Space, offset: int, limit: int) -> Listing:
     pinned, now = space.tree.pinned_nodes(), space.tree.clock()
     return Listing(
         total=len(entries),
-        entries=tuple(_listed(space, node, node in pinned, now) for node in latest[offset:]),
+        entries=tuple(_listed(space, node, pinned, now) for node in latest[offset:]),
     )
 
 
-def _listed(space: Space, node: Node, pinned: bool, now: float) -> ListedEntry:
+def _listed(space: Space, node: Node, pinned: set[Node], now: float) -> ListedEntry:
+    path = node.path()
     return ListedEntry(
         name=str(space.tree.name(node)),
         tokens=node.stop,
         own_tokens=len(node),
-        bytes=resident_bytes(node.path()),
+        bytes=resident_bytes(path),
         own_bytes=resident_bytes([node]),
         tier=TIERS[node.state],
         hits=node.hits,
         leases=node.leases,
-        pinned=pinned,
+        pinned_tokens=max((each.stop for each in path if each in pinned), default=0),
         idle_seconds=now - node.last_used,
     )

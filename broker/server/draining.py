@@ -48,13 +48,7 @@ class Draining:
     def check(self) -> None:
         """Raise the `ApiError` that refuses new work, if the server is about to end."""
         if self.started:
-            raise ApiError(
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                "the server is about to end and takes no new work",
-                type="server_error",
-                code="draining",
-                retry_after=RETRY_SECONDS,
-            )
+            raise draining_error()
 
     @contextmanager
     def work(self) -> Iterator[None]:
@@ -80,3 +74,14 @@ class Draining:
     def _note(self) -> None:
         if self.started and not self.running:
             self._idle.set()
+
+
+def draining_error() -> ApiError:
+    """What is told to whoever wants something of a server that is about to end."""
+    return ApiError(
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        "the server is about to end and takes no new work",
+        type="server_error",
+        code="draining",
+        retry_after=RETRY_SECONDS,
+    )

@@ -1,14 +1,13 @@
-"""What stands before everything else: names of requests, errors nobody foresaw, the server's end."""
+"""What stands before all else: names of requests, errors nobody foresaw, the server's end."""
 
 import logging
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .draining import Draining
+from .draining import Draining, draining_error
 from .errors import ApiError, api_error
 from .refusals import new_request_id, refusal
 
@@ -48,7 +47,7 @@ class Front:
                 error = api_error(raised)
                 _log(raised, scope, request_id)
         if connected.cancelled_caught:
-            await client.end(scope, receive, ending(), GOING_AWAY)
+            await client.end(scope, receive, draining_error(), GOING_AWAY)
         elif error is not None:
             await client.end(scope, receive, error, INTERNAL_ERROR)
 
@@ -62,35 +61,14 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, and count it, or refuse it."""
-        try:
-            with self._counted(scope):
-                await self._app(scope, receive, send)
-        except _Refused as refused:
-            request_id = scope.get("state", {}).get("request_id", "")
-            answer = refusal(scope["path"], refused.error, request_id, {"connection": "close"})
-            await answer(scope, receive, send)
-
-    @contextmanager
-    def _counted(self, scope: Scope) -> Iterator[None]:
         is_work = scope["type"] == "http" and scope["method"] not in READING
-        if not is_work and scope["type"] != "websocket":
-            yield
+        if self._draining.started and (is_work or scope["type"] == "websocket"):
+            request_id = scope.get("state", {}).get("request_id", "")
+            answer = refusal(scope["path"], draining_error(), request_id, {"connection": "close"})
+            await answer(scope, receive, send)
             return
-        try:
-            self._draining.check()
-        except ApiError as error:
-            raise _Refused(error) from None
-        if not is_work:
-            yield
-            return
-        with self._draining.work():
-            yield
-
-
-class _Refused(Exception):
-    def __init__(self, error: ApiError) -> None:
-        super().__init__()
-        self.error = error
+        with self._draining.work() if is_work else nullcontext():
+            await self._app(scope, receive, send)
 
 
 class _Client:
@@ -118,12 +96,9 @@ class _Client:
             answer = refusal(scope["path"], error, self._request_id, {"connection": "close"})
             await answer(scope, receive, self.send)
         elif scope["type"] == "websocket" and not self._is_over:
-            await self.send({"type": "websocket.close", "code": code, "reason": error.message[:120]})
-
-
-def ending() -> ApiError:
-    """What is told to whoever was still served when the time for it was over."""
-    return ApiError(503, "the server has ended", type="server_error", code="draining")
+            await self.send(
+                {"type": "websocket.close", "code": code, "reason": error.message[:120]}
+            )
 
 
 def _log(error: Exception, scope: Scope, request_id: str) -> None:
@@ -132,7 +107,7 @@ def _log(error: Exception, scope: Scope, request_id: str) -> None:
         for frame in traceback.extract_tb(error.__traceback__)
     ]
     LOGGER.error(
-        "%s: %s failed with %s\n  %s",
+        "%s: %r failed with %s\n  %s",
         request_id,
         scope["path"],
         type(error).__qualname__,

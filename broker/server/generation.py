@@ -1,7 +1,7 @@
 """Turns on their way through the broker: rendered, bounded by the context, parsed, remembered."""
 
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -12,7 +12,7 @@ from ..broker import Broker
 from ..errors import ContextOverflow, EngineFailed
 from ..grammar import Grammar
 from ..models.reply_reader import CallPiece, Piece, ReasoningPiece, ReplyReader, TextPiece
-from ..request import Completed, Delta, Request, Started, TokenLogprob
+from ..request import Completed, Delta, Request, Sampling, Started, TokenLogprob
 from ..response import ResponseStream
 from .histories import Histories, Prompt
 from .turn import (
@@ -26,6 +26,9 @@ from .turn import (
     Turn,
     TurnEvent,
 )
+
+BANNED = -100.0
+"""The bias of tokens that begin calls where there are to be none."""
 
 
 class Generator:
@@ -87,15 +90,12 @@ class Generator:
             )
         asked = turn.max_tokens or self._default_tokens or left
         max_tokens = min(asked, left) if turn.generate else 1
-        sampling = turn.sampling
-        if sampling.min_tokens > max_tokens:
-            sampling = replace(sampling, min_tokens=max_tokens)
         return Request(
             tokens=prompt.tokens,
             boundaries=prompt.boundaries,
             max_tokens=max_tokens,
-            sampling=sampling,
-            grammar=self._grammar(turn),
+            sampling=self._sampling(turn, max_tokens),
+            grammar=self._grammar(turn, prompt),
             stop=turn.stop,
             logprobs=turn.logprobs,
             top_logprobs=turn.top_logprobs,
@@ -108,15 +108,30 @@ class Generator:
             deadline=turn.deadline,
         )
 
-    def _grammar(self, turn: Turn) -> Grammar | None:
-        conversation = turn.prompt
+    def _grammar(self, turn: Turn, prompt: Prompt) -> Grammar | None:
+        conversation, grammar = turn.prompt, turn.grammar
         if not isinstance(conversation, Conversation) or not conversation.tools:
-            return turn.grammar
-        chat = self.broker.chat_format(turn.model)
-        grammar = chat.grammar(
-            conversation.tools, conversation.choice, parallel=conversation.parallel_calls
+            return grammar
+        schema = grammar.json_schema if grammar is not None else None
+        of_tools = self.broker.chat_format(turn.model).grammar(
+            conversation.tools,
+            conversation.choice,
+            parallel=conversation.parallel_calls,
+            schema=schema if isinstance(schema, Mapping) else None,
+            prompt_text=prompt.text,
         )
-        return grammar or turn.grammar
+        return of_tools or grammar
+
+    def _sampling(self, turn: Turn, max_tokens: int) -> Sampling:
+        sampling, conversation = turn.sampling, turn.prompt
+        tools = conversation.tools if isinstance(conversation, Conversation) else ()
+        if tools and isinstance(conversation, Conversation) and conversation.choice == "none":
+            banned = self.broker.chat_format(turn.model).banned_tokens()
+            bias = {**sampling.logit_bias, **dict.fromkeys(banned, BANNED)}
+            sampling = replace(sampling, logit_bias=bias)
+        if sampling.min_tokens > max_tokens:
+            sampling = replace(sampling, min_tokens=max_tokens)
+        return sampling
 
     def _reader(self, turn: Turn, prompt: Prompt) -> ReplyReader | None:
         if not isinstance(turn.prompt, Conversation):

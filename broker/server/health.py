@@ -35,7 +35,14 @@ class Welcome(Struct, frozen=True):
 
 
 OPERATIONS = (
-    Operation("GET", "/healthz", "Whether the server takes work", response=Health, errors=(503,)),
+    Operation(
+        "GET",
+        "/healthz",
+        "Whether the server takes work",
+        response=Health,
+        errors=(503,),
+        same_body=(503,),
+    ),
     Operation("GET", "/", "What answers here", response=Welcome),
 )
 

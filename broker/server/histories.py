@@ -9,7 +9,7 @@ thought, say), the rendering's own tokens follow.
 
 import hashlib
 import secrets
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 from threading import Lock
@@ -21,13 +21,16 @@ import numpy as np
 from msgspec import Struct
 
 from ..models.chat_format import ChatFormat, Rendered
-from ..request import Message, Tool, ToolCall
+from ..request import Message, Tool, ToolCall, check_messages, check_tools
 from .alignment import Alignment, Ids, align
 from .turn import Caller, Conversation, Ended
 
 MAX_BYTES = 64 << 20
-ENTRY_BYTES = 512
+ENTRY_BYTES = 1024
 """What a history takes beside its tokens, about."""
+
+MAX_HEIRS = 64
+"""So many agents that said the same are told apart."""
 
 CANDIDATES = 4
 """So many of the longest known histories are compared with a conversation."""
@@ -61,12 +64,14 @@ class HistoriesStatistics(Struct, frozen=True, kw_only=True):
 
 
 class _History:
-    """What a conversation became. `next` is the conversation that its agent went on with."""
+    """What a conversation became. `heirs` are the agents that have been here and may go on, `taken`
+    says which ones did, by the conversations that they went on with.
+    """
 
-    def __init__(self, tokens: Ids, agent: str) -> None:
+    def __init__(self, tokens: Ids) -> None:
         self.tokens = tokens
-        self.agent = agent
-        self.next = b""
+        self.heirs: deque[str] = deque(maxlen=MAX_HEIRS)
+        self.taken: OrderedDict[bytes, str] = OrderedDict()
 
     @property
     def nbytes(self) -> int:
@@ -94,6 +99,8 @@ class Histories:
 
         Decoded, its tokens are always what the rendering's own would be.
         """
+        check_messages(conversation.messages)
+        check_tools(conversation.tools)
         rendered = chat.render(
             conversation.messages, conversation.tools, thinking=conversation.thinking
         )
@@ -118,8 +125,8 @@ class Histories:
     def join(self, prompt: Prompt) -> Prompt:
         """A turn on this prompt begins: whose it is. `leave` has to follow.
 
-        Without a name it belongs to the agent of the history that it continues, unless that agent
-        has a turn running or went on from there with something else: then to a new one.
+        Without a name it belongs to an agent of the history that it continues, unless that has a
+        turn running or went on from there with something else: then to a new one.
         """
         caller = prompt.caller
         with self._lock:
@@ -142,10 +149,14 @@ class Histories:
         calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in ended.calls)
         reply = Message("assistant", ended.text, tool_calls=calls)
         *_, (_, key) = _keys(prompt.scope, [*conversation.messages, reply])
-        tokens = np.array([*prompt.tokens, *ended.tokens], np.int32)
-        history = _History(tokens, prompt.caller.agent)
+        history = _History(np.array([*prompt.tokens, *ended.tokens], np.int32))
         with self._lock:
-            self._forget(key)
+            before = self._kept.get(key)
+            if before is not None:
+                history.heirs, history.taken = before.heirs, before.taken
+                self._forget(key)
+            if prompt.caller.agent not in history.heirs:
+                history.heirs.append(prompt.caller.agent)
             self._kept[key] = history
             self._bytes += history.nbytes
             while self._bytes > self._max_bytes:
@@ -184,11 +195,20 @@ class Histories:
     def _heir(self, prompt: Prompt) -> str:
         """The agent that goes on with a history, or a new name."""
         history = self._kept.get(prompt.history)
-        if history is not None and history.next in (b"", prompt.key):
-            if (prompt.caller.tenant, history.agent) not in self._running:
-                history.next = prompt.key
-                return history.agent
+        if history is not None:
+            tenant = prompt.caller.tenant
+            for agent in [*history.heirs, history.taken.get(prompt.key, "")]:
+                if agent and (tenant, agent) not in self._running:
+                    self._take(history, prompt.key, agent)
+                    return agent
         return f"chat-{secrets.token_hex(4)}"
+
+    def _take(self, history: _History, key: bytes, agent: str) -> None:
+        if agent in history.heirs:
+            history.heirs.remove(agent)
+        history.taken[key] = agent
+        if len(history.taken) > MAX_HEIRS:
+            history.taken.popitem(last=False)
 
     def _forget(self, key: bytes) -> None:
         history = self._kept.pop(key, None)

@@ -16,14 +16,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..broker import BrokerStatistics
 from ..inspection import NamespaceView
-from .guarded import guarded
 from .histories import HistoriesStatistics
+from .openapi import Operation
 from .service import Service
 from .visibility import reason_for, seen_by
 
 PATIENCE_SECONDS = 1.0
 """So long a scrape waits for the engine before it is answered with what was known last."""
 
+OPERATIONS = (
+    Operation("GET", "/metrics", "Counts for Prometheus", media_type=CONTENT_TYPE_LATEST),
+)
 PREFIX = "mlx_swarm_"
 NO_ROUTE = "other"
 
@@ -96,7 +99,7 @@ def routes(service: Service) -> list[BaseRoute]:
         registry.register(_Collector(snapshot._replace(http=http)))
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    return [Route("/metrics", guarded(metrics), methods=["GET"])]
+    return [Route("/metrics", metrics, methods=["GET"])]
 
 
 async def _snapshot(service: Service, seen: str | None) -> Snapshot:

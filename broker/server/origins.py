@@ -85,7 +85,7 @@ class Hosts:
     def __init__(self, bound: str, allowed: tuple[str, ...] = ()) -> None:
         self._is_any = is_any(bound)
         names = [*allowed, bound.strip("[]")]
-        self._names = {name.lower().strip("[]").removesuffix(".") for name in names if name}
+        self._names = {_plain(name) for name in names if name}
         self._endings = tuple(name[1:] for name in self._names if name.startswith("*."))
 
     def allow(self, host: Authority) -> bool:
@@ -122,6 +122,13 @@ class Origins:
         if origin.scheme not in ("http", "https") or origin.name != host.name:
             return False
         return is_loopback(host.name) or origin.port == (host.port or PORTS[origin.scheme])
+
+
+def _plain(name: str) -> str:
+    """A name as `parse_authority` gives it."""
+    bare = name.lower().strip("[]").removesuffix(".")
+    address = _address(bare)
+    return bare if address is None else str(address)
 
 
 def _address(name: str) -> IPv4Address | IPv6Address | None:

@@ -23,7 +23,7 @@ ANTHROPIC_TYPES = {
 
 def error_body(path: str, error: ApiError, request_id: str = "") -> dict[str, Any]:
     """The body of an error under a path: Anthropic's below `/v1/messages`, OpenAI's elsewhere."""
-    if path == ANTHROPIC or path.startswith(f"{ANTHROPIC}/"):
+    if is_anthropic(path):
         default = "api_error" if error.status >= 500 else "invalid_request_error"
         kind = ANTHROPIC_TYPES.get(error.status, default)
         told = {"type": kind, "message": error.message}
@@ -35,6 +35,11 @@ def error_body(path: str, error: ApiError, request_id: str = "") -> dict[str, An
         "code": error.code,
     }
     return {"error": told_openai}
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether a path belongs to Anthropic's API."""
+    return path == ANTHROPIC or path.startswith(f"{ANTHROPIC}/")
 
 
 def refusal(

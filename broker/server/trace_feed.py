@@ -2,19 +2,20 @@
 
 from collections.abc import AsyncIterator
 from itertools import islice
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import anyio
 from anyio import to_thread
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from ..trace.events import Event, encode
+from ..trace.events import Event, TraceEvent, encode
 from ..trace.recorder import Recorder
-from .errors import invalid
-from .guarded import guarded
 from .http import EventStream
+from .openapi import Operation
+from .queries import as_whole, choice, seconds, whole
 from .service import Service
 from .visibility import Sight, seen_by
 
@@ -23,6 +24,38 @@ MAX_LIMIT = 65_536
 POLL_SECONDS = 0.1
 BATCH = 512
 """Events that are looked through at once while others have to wait."""
+
+
+class TraceQuery(Struct, frozen=True, kw_only=True):
+    """From which number or time on (in seconds on the trace's clock) and how many; with `follow`
+    what happens from now on too, as server-sent events.
+    """
+
+    since: int | None = None
+    since_time: float | None = None
+    limit: int = DEFAULT_LIMIT
+    follow: Literal["0", "1", "false", "true"] = "0"
+    format: Literal["json", "jsonl"] = "json"
+
+
+class TraceAnswer(Struct, frozen=True, kw_only=True):
+    """Events, the number to ask for next, and how many that were asked for are gone."""
+
+    next: int
+    dropped: int
+    events: tuple[TraceEvent, ...]
+
+
+OPERATIONS = (
+    Operation(
+        "GET",
+        "/v1/trace",
+        "What happened lately, as JSON lines, JSON, or events as they come",
+        query=TraceQuery,
+        response=TraceAnswer,
+        events=TraceEvent,
+    ),
+)
 
 
 class Query(NamedTuple):
@@ -76,7 +109,7 @@ def routes(service: Service) -> list[BaseRoute]:
             return EventStream(_live(feed), ping_seconds=service.settings.ping_seconds)
         return await to_thread.run_sync(_answer, service.broker.recorder, feed, query)
 
-    return [Route("/v1/trace", guarded(trace), methods=["GET"])]
+    return [Route("/v1/trace", trace, methods=["GET"])]
 
 
 def _feed(service: Service, request: Request, query: Query) -> Feed:
@@ -116,34 +149,14 @@ async def _live(feed: Feed) -> AsyncIterator[bytes]:
 
 
 def _query(request: Request) -> Query:
-    given = request.query_params
-    follow = given.get("follow", "") not in ("", "0", "false")
-    since = given.get("since", request.headers.get("last-event-id") if follow else None)
-    shape = given.get("format", "jsonl")
-    if shape not in ("json", "jsonl"):
-        raise invalid(f"format is {shape!r}; it must be json or jsonl", "format")
+    follow = choice(request, "follow", "0", ("0", "1", "false", "true")) in ("1", "true")
+    since = request.query_params.get("since")
+    if since is None and follow:
+        since = request.headers.get("last-event-id")
     return Query(
-        since=None if since is None else _whole("since", since, 0, 1 << 62),
-        time=_time(given.get("since_time", "-inf")),
-        limit=_whole("limit", given.get("limit", str(DEFAULT_LIMIT)), 1, MAX_LIMIT),
+        since=None if since is None else as_whole("since", since, 0, 1 << 62),
+        time=seconds(request, "since_time", float("-inf")),
+        limit=whole(request, "limit", DEFAULT_LIMIT, 1, MAX_LIMIT),
         follow=follow,
-        as_json=shape == "json",
+        as_json=choice(request, "format", "json", ("json", "jsonl")) == "json",
     )
-
-
-def _whole(name: str, text: str, low: int, high: int) -> int:
-    if not text.isascii() or not text.isdigit() or len(text) > 19 or not low <= int(text) <= high:
-        raise invalid(
-            f"{name} is {text[:40]!r}; it must be a whole number from {low} to {high}", name
-        )
-    return int(text)
-
-
-def _time(text: str) -> float:
-    try:
-        time = float(text)
-    except ValueError:
-        time = float("nan")
-    if time != time:
-        raise invalid(f"since_time is {text[:40]!r}; it must be in seconds", "since_time")
-    return time

@@ -133,3 +133,24 @@ class ErrorEvent(ResponseEvent, frozen=True, kw_only=True, tag="error"):
     message: str
     code: str | None = None
     param: str | None = None
+
+
+StreamEvent = (
+    Created
+    | InProgress
+    | Completed
+    | Incomplete
+    | Failed
+    | ItemAdded
+    | ItemDone
+    | PartAdded
+    | PartDone
+    | TextDelta
+    | TextDone
+    | ReasoningDelta
+    | ReasoningDone
+    | ArgumentsDelta
+    | ArgumentsDone
+    | ErrorEvent
+)
+"""Any event that there is."""

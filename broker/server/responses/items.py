@@ -70,8 +70,7 @@ def input_items(given: str | list[Item] | None, find: FindItem) -> tuple[Item, .
     if given is None:
         return ()
     if isinstance(given, str):
-        content = [{"type": "input_text", "text": given}]
-        given = [{"type": "message", "role": "user", "content": content}]
+        given = [{"role": "user", "content": given}]
     return tuple(_item(f"input[{at}]", item, find) for at, item in enumerate(given))
 
 
@@ -92,14 +91,22 @@ def _item(where: str, item: Item, find: FindItem) -> Item:
     kind = item.get("type") or ("message" if "role" in item else "item_reference")
     if kind == "item_reference":
         return _referred(where, item, find)
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         known = ", ".join((*KINDS, "item_reference"))
         raise invalid(f"{where}.type is {kind!r}; it must be one of {known}", f"{where}.type")
     id = item.get("id")
     known_id = id if isinstance(id, str) and id else new_id(KINDS[kind][1])
     whole = {**item, "type": kind, "id": known_id}
     _check(whole, where)
+    if kind == "message" and isinstance(whole["content"], str):
+        whole["content"] = [_text_part(whole["role"], whole["content"])]
     return whole
+
+
+def _text_part(role: str, text: str) -> dict[str, Any]:
+    if role == "assistant":
+        return {"type": "output_text", "text": text, "annotations": []}
+    return {"type": "input_text", "text": text}
 
 
 def _referred(where: str, item: Item, find: FindItem) -> Item:

@@ -1,6 +1,6 @@
 """The Responses API over HTTP."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Literal
 
@@ -13,16 +13,15 @@ from starlette.routing import BaseRoute, Route
 from ..bodies import read, respond
 from ..callers import caller
 from ..errors import ApiError, invalid
-from ..http import CLIENT_CLOSED_REQUEST, EventStream, Gone, frame, refuse, unless_gone
+from ..http import EventStream, frame, unless_gone
+from ..openapi import Operation
 from ..service import Service
-from .events import ErrorEvent, ResponseEvent
-from .objects import Item
+from .events import ErrorEvent, ResponseEvent, StreamEvent
+from .objects import Item, Response
 from .ring import EventRing
 from .run import ResponseRun, count_tokens, start_run
 from .store import Stored, Stores, not_found
 from .wire import CreateResponse
-
-Endpoint = Callable[[Request], Awaitable[HttpResponse]]
 
 DEFAULT_ITEMS = 20
 MOST_ITEMS = 100
@@ -53,30 +52,75 @@ class TokenCount(Struct, frozen=True):
     object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
+class Retrieving(Struct, frozen=True, kw_only=True):
+    """How to ask for a response: with `stream`, for its events after one of them."""
+
+    stream: bool | None = None
+    starting_after: int | None = None
+
+
+class Paging(Struct, frozen=True, kw_only=True):
+    """Which items of a list are wanted."""
+
+    limit: int | None = None
+    order: Literal["asc", "desc"] | None = None
+    after: str | None = None
+
+
+ALL = "/v1/responses"
+ONE = "/v1/responses/{id}"
+
+OPERATIONS = (
+    Operation(
+        "POST",
+        ALL,
+        "Compute a response",
+        body=CreateResponse,
+        response=Response,
+        events=StreamEvent,
+        errors=(404, 429, 503, 504),
+    ),
+    Operation(
+        "POST",
+        f"{ALL}/input_tokens",
+        "Count the tokens of a prompt",
+        body=CreateResponse,
+        response=TokenCount,
+        errors=(404,),
+    ),
+    Operation(
+        "GET",
+        ONE,
+        "A response as it is now, or its events again",
+        query=Retrieving,
+        response=Response,
+        events=StreamEvent,
+        errors=(404,),
+    ),
+    Operation("DELETE", ONE, "Forget a response", response=Deleted, errors=(404,)),
+    Operation("POST", f"{ONE}/cancel", "End a response soon", response=Response, errors=(404,)),
+    Operation(
+        "GET",
+        f"{ONE}/input_items",
+        "What a response is the answer to",
+        query=Paging,
+        response=ItemList,
+        errors=(404,),
+    ),
+)
+
+
 def routes(service: Service, stores: Stores) -> list[BaseRoute]:
     """The endpoints below /v1/responses. `stores` are shared with those over WebSocket."""
     api = ResponsesApi(service, stores)
-    one = "/v1/responses/{id}"
     return [
-        Route("/v1/responses", _guarded(api.create), methods=["POST"]),
-        Route("/v1/responses/input_tokens", _guarded(api.count), methods=["POST"]),
-        Route(one, _guarded(api.retrieve), methods=["GET"]),
-        Route(one, _guarded(api.delete), methods=["DELETE"]),
-        Route(f"{one}/cancel", _guarded(api.cancel), methods=["POST"]),
-        Route(f"{one}/input_items", _guarded(api.input_items), methods=["GET"]),
+        Route(ALL, api.create, methods=["POST"]),
+        Route(f"{ALL}/input_tokens", api.count, methods=["POST"]),
+        Route(ONE, api.retrieve, methods=["GET"]),
+        Route(ONE, api.delete, methods=["DELETE"]),
+        Route(f"{ONE}/cancel", api.cancel, methods=["POST"]),
+        Route(f"{ONE}/input_items", api.input_items, methods=["GET"]),
     ]
-
-
-def error_body(error: ApiError) -> object:
-    """An error as OpenAI writes it."""
-    return {
-        "error": {
-            "message": error.message,
-            "type": error.type,
-            "param": error.param,
-            "code": error.code,
-        }
-    }
 
 
 class ResponsesApi:
@@ -192,18 +236,6 @@ def _error_frame(error: ApiError, number: int) -> bytes:
         sequence_number=number, message=error.message, code=error.code, param=error.param
     )
     return frame(event, event.type)
-
-
-def _guarded(endpoint: Endpoint) -> Endpoint:
-    async def answer(request: Request) -> HttpResponse:
-        try:
-            return await endpoint(request)
-        except ApiError as error:
-            return refuse(error, error_body)
-        except Gone:
-            return HttpResponse(status_code=CLIENT_CLOSED_REQUEST)
-
-    return answer
 
 
 def _asked(request: Request) -> tuple[str, str]:
