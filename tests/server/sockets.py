@@ -44,11 +44,12 @@ class Running(NamedTuple):
         url = f"ws://127.0.0.1:{self.port}/v1/responses"
         return connect(url, additional_headers=headers, **options)
 
-    async def check_idle(self) -> None:
-        """Assert that soon nothing is left of any request."""
+    async def check_idle(self, responses: int = 0) -> None:
+        """Assert that soon nothing is left of any request, and so many responses are stored."""
         with anyio.fail_after(30):
             while True:
                 try:
+                    assert len(self.stores.shared) >= responses
                     return await self._check()
                 except AssertionError:
                     await anyio.sleep(0.01)

@@ -139,7 +139,7 @@ async def test_what_waits_in_the_queue_is_cancelled_at_once() -> None:
         await create(client, stream_id="waits")
         await say(client, type="response.cancel", stream_id="waits")
         await say(client, type="response.cancel", stream_id="runs")
-        status = {}
+        status: dict[str, str] = {}
         while len(status) < 2:
             event = await hear(client)
             if event["type"] in ENDS:
@@ -221,7 +221,8 @@ async def test_more_lanes_than_may_be_are_refused_and_the_others_go_on() -> None
     async with running(settings=ServerSettings(max_lanes=8)) as server, server.connect() as client:
         for number in range(100):
             await create(client, stream_id=str(number), max_output_tokens=100)
-        ended, refused = set(), set()
+        ended: set[str] = set()
+        refused: set[str] = set()
         while len(ended) + len(refused) < 100:
             event = await hear(client)
             if event["type"] == "error":

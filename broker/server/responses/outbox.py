@@ -1,7 +1,7 @@
 """What waits to be sent over one WebSocket: bounded, merged where it waits, sent by one task.
 
-Who writes waits for room (`put`), so what waits exceeds the bound by one event a writer at most.
-The engine does not wait with it: what it computes meanwhile gathers where the writer reads.
+Who writes waits for room (`put`), so what waits exceeds the bound by one event at most. The engine
+does not wait with it: what it computes meanwhile gathers where the writer reads.
 
 Deltas of one item that wait are merged. The merged one has the last of their sequence numbers: a
 client that resumes after it misses nothing and gets nothing twice. So a gap in the numbers before
@@ -52,8 +52,8 @@ class Source:
 class Outbox:
     """Messages for one client, sent with `send` in their order, those of the trace last.
 
-    `max_bytes` bounds what waits. Once that has been exceeded for `stall_seconds`, `watch` raises
-    `Stalled`.
+    `max_bytes` bounds what waits: once that is exceeded the outbox `is_full`, until half of it has
+    been sent. Where that takes longer than `stall_seconds`, `watch` raises `Stalled`.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Outbox:
         self.sent = 0
         self.merged = 0
         self.dropped = 0
+        self.is_full = False
         self._send = send
         self._stall_seconds = stall_seconds
         self._waiting: deque[_Waiting | bytes] = deque()
@@ -71,39 +72,34 @@ class Outbox:
         self._trace_bytes = 0
         self._untold = 0
         self._is_sending = False
-        self._over_since = 0.0
+        self._full_since = 0.0
         self._news: anyio.Event | None = None
         self._room: anyio.Event | None = None
-        self._over = anyio.Event()
+        self._filled = anyio.Event()
         self._drained: anyio.Event | None = None
 
-    @property
-    def is_over(self) -> bool:
-        """Whether more waits than may."""
-        return self.bytes > self.max_bytes
-
     async def put(self, source: Source, event: ResponseEvent) -> None:
-        """Add an event, and wait for as long as there is no room for another one."""
+        """Add an event, as soon as there is room."""
+        if self.is_full:
+            await self._wait_for_room()
         if type(event) in DELTAS:
             self._put_delta(source, event)  # type: ignore[arg-type]
         else:
             source.last = None
             self._add(source.encode(event))
-        if self.bytes > self.max_bytes:
-            await self._wait_for_room()
 
     async def say(self, event: object, source: Source | None = None) -> None:
-        """Add an event that is not a response's, and wait for room like `put`."""
-        self._add((source or Source()).encode(event))
-        if self.bytes > self.max_bytes:
+        """Add an event that is not a response's, as soon as there is room."""
+        if self.is_full:
             await self._wait_for_room()
+        self._add((source or Source()).encode(event))
 
     def put_trace(self, data: bytes) -> None:
         """Add an event that may be dropped: where there is little room, and until it was told that
         some were.
         """
         room = self.max_bytes // TRACE_SHARE
-        if self._untold or self.is_over or self._trace_bytes + len(data) > room:
+        if self._untold or self.is_full or self._trace_bytes + len(data) > room:
             self._drop(1)
         else:
             self._trace.append(data)
@@ -127,11 +123,11 @@ class Outbox:
     async def watch(self) -> None:
         """Raise `Stalled` once more has waited for too long than may."""
         while True:
-            if not self.is_over:
-                self._over = anyio.Event()
-                await self._over.wait()
+            if not self.is_full:
+                self._filled = anyio.Event()
+                await self._filled.wait()
                 continue
-            left = self._over_since + self._stall_seconds - anyio.current_time()
+            left = self._full_since + self._stall_seconds - anyio.current_time()
             if left <= 0:
                 raise Stalled
             await anyio.sleep(left)
@@ -183,27 +179,30 @@ class Outbox:
         return None
 
     def _grow(self, size: int) -> None:
-        was_over = self.is_over
         self.bytes += size
-        if self.is_over and not was_over:
-            self._over_since = anyio.current_time()
-            self._over.set()
+        if self.bytes > self.max_bytes and not self.is_full:
+            self.is_full = True
+            self._full_since = anyio.current_time()
+            self._filled.set()
             self._drop(len(self._trace))
             self._trace.clear()
             self._trace_bytes = 0
 
     def _shrink(self, size: int) -> None:
         self.bytes -= size
-        if self._room is not None and not self.is_over:
-            self._room.set()
-            self._room = None
+        # Not at every message: each time all who wait are woken.
+        if self.is_full and self.bytes <= self.max_bytes // 2:
+            self.is_full = False
+            if self._room is not None:
+                self._room.set()
+                self._room = None
 
     def _drop(self, count: int) -> None:
         self._untold += count
         self.dropped += count
 
     async def _wait_for_room(self) -> None:
-        while self.is_over:
+        while self.is_full:
             self._room = self._room or anyio.Event()
             await self._room.wait()
 

@@ -179,7 +179,9 @@ class Connection:
         else:
             found = self.runs.get(id) or self.stores.live.find(id, self._tenant)
         if found is None:
-            what = "this lane has nothing to do" if id is None else f"'{id}' is not computed now"
+            what = (
+                "this lane has nothing to do" if id is None else f"'{id[:80]}' is not computed now"
+            )
             param = "stream_id" if id is None else "response_id"
             raise invalid(f"nothing to cancel: {what}", param, "response_cancel_not_active")
         found.cancel()
