@@ -3,9 +3,11 @@
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from socket import socket as Socket
 from typing import Any, NamedTuple
 
 import anyio
+import uvicorn
 from starlette.applications import Starlette
 from websockets.asyncio.client import ClientConnection, connect
 
@@ -17,12 +19,23 @@ from mlx_swarm.broker.server.responses.store import Stores
 from mlx_swarm.broker.server.security import Security
 from mlx_swarm.broker.server.service import Service, service_over
 from mlx_swarm.broker.server.settings import ServerSettings
-from tests.server.serving import Server
 from tests.tiny_broker import TINY, check_idle
 
 ENDS = ("response.completed", "response.incomplete", "response.failed", "error")
 
 Event = dict[str, Any]
+
+
+class _Server(uvicorn.Server):
+    """One that says when it is `ready`."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = anyio.Event()
+
+    async def startup(self, sockets: list[Socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
 
 
 class Running(NamedTuple):
@@ -69,7 +82,7 @@ async def running(
     async with Broker(model, **{"ram": "64MiB", **broker}) as opened:
         service, stores = service_over(opened, chosen), Stores.of(chosen)
         app = Starlette(routes=[*socket.routes(service, stores), *http.routes(service, stores)])
-        server = Server(Config(Security(app, chosen), chosen, port=0, host="127.0.0.1"))
+        server = _Server(Config(Security(app, chosen), chosen, port=0, host="127.0.0.1"))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(server.serve)
             await server.ready.wait()
