@@ -3,26 +3,40 @@
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from socket import socket as Socket
 from typing import Any, NamedTuple
 
 import anyio
+import uvicorn
 from starlette.applications import Starlette
 from websockets.asyncio.client import ClientConnection, connect
 
 from mlx_swarm.broker import Broker
 from mlx_swarm.broker.server.connections import Config
+from mlx_swarm.broker.server.corked import CorkedProtocol
 from mlx_swarm.broker.server.responses import routes as http
 from mlx_swarm.broker.server.responses import socket
 from mlx_swarm.broker.server.responses.store import Stores
 from mlx_swarm.broker.server.security import Security
 from mlx_swarm.broker.server.service import Service, service_over
 from mlx_swarm.broker.server.settings import ServerSettings
-from tests.server.serving import Server
 from tests.tiny_broker import TINY, check_idle
 
 ENDS = ("response.completed", "response.incomplete", "response.failed", "error")
 
 Event = dict[str, Any]
+
+
+class _Server(uvicorn.Server):
+    """One that says when it is `ready`."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = anyio.Event()
+
+    async def startup(self, sockets: list[Socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
 
 
 class Running(NamedTuple):
@@ -62,14 +76,19 @@ class Running(NamedTuple):
 
 @asynccontextmanager
 async def running(
-    model: str = TINY, *, settings: ServerSettings | None = None, **broker: Any
+    model: str = TINY,
+    *,
+    settings: ServerSettings | None = None,
+    protocol: Any = CorkedProtocol,
+    **broker: Any,
 ) -> AsyncIterator[Running]:
     """A server for as long as the context is open; nothing may be left of any request then."""
     chosen = settings or ServerSettings()
     async with Broker(model, **{"ram": "64MiB", **broker}) as opened:
         service, stores = service_over(opened, chosen), Stores.of(chosen)
         app = Starlette(routes=[*socket.routes(service, stores), *http.routes(service, stores)])
-        server = Server(Config(Security(app, chosen), chosen, port=0, host="127.0.0.1"))
+        options = {"port": 0, "host": "127.0.0.1", "ws": protocol}
+        server = _Server(Config(Security(app, chosen), chosen, **options))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(server.serve)
             await server.ready.wait()

@@ -132,7 +132,7 @@ async def test_deltas_that_wait_are_merged_and_say_the_same() -> None:
 
 async def test_who_comes_back_misses_nothing_and_gets_nothing_twice() -> None:
     async with running(LONG) as server:
-        for keep in range(0, 40, 5):
+        for keep in range(0, 40, 10):
             async with server.connect() as client:
                 await create(client, max_output_tokens=12, **GREEDY)
                 whole = await events(client)
