@@ -12,14 +12,19 @@ from starlette.routing import BaseRoute
 
 from ..broker import Broker
 from ..errors import SwarmError
-from . import health
+from . import cache_admin, health, metrics, model_routes, text_routes, trace_feed
+from .chat import routes as chat
+from .completions import routes as completions
 from .draining import Draining
 from .errors import ApiError, api_error
 from .front import Front, Gate
 from .http import CLIENT_CLOSED_REQUEST, Gone
 from .limits import Limits
+from .messages import routes as messages
 from .openapi import Operation, openapi_routes
 from .refusals import refusal
+from .responses import routes as responses
+from .responses import socket as responses_socket
 from .security import Security
 from .service import Service, service_over
 from .settings import ServerSettings
@@ -36,7 +41,19 @@ class Surface(Protocol):
         """Its endpoints, over a service."""
 
 
-SURFACES: tuple[Surface, ...] = (health,)
+SURFACES: tuple[Surface, ...] = (
+    health,
+    responses,
+    responses_socket,
+    chat,
+    completions,
+    messages,
+    model_routes,
+    text_routes,
+    cache_admin,
+    trace_feed,
+    metrics,
+)
 
 
 def create_app(broker: Broker, settings: ServerSettings) -> Starlette:
@@ -56,6 +73,7 @@ def application(service: Service, surfaces: Sequence[Surface]) -> Starlette:
 def guarded(routes: Sequence[BaseRoute], settings: ServerSettings, draining: Draining) -> Starlette:
     """Endpoints behind everything that stands before them. What they raise becomes JSON."""
     before = [
+        Middleware(metrics.HttpCounter),
         Middleware(Front, draining),
         Middleware(Security, settings),
         Middleware(Limits, settings.max_body),

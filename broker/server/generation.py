@@ -45,9 +45,10 @@ class Generator:
         """The tokens of a turn's prompt. Raises `InvalidRequest` and `ModelNotFound`."""
         if isinstance(turn.prompt, Conversation):
             chat = self.broker.chat_format(turn.model)
-            return await to_thread.run_sync(
+            prompt = await to_thread.run_sync(
                 self.histories.prompt, chat, turn.model, turn.prompt, turn.caller
             )
+            return await self._begun(prompt, turn.prompt.begun, turn.model)
         if isinstance(turn.prompt, str):
             tokens = await self.broker.encode(turn.prompt, model=turn.model)
             return Prompt(tuple(tokens), (), turn.prompt, turn.caller)
@@ -80,6 +81,16 @@ class Generator:
             stream.cancel()
             raise
         return Generation(self, turn, prompt, stream, reader)
+
+    async def _begun(self, prompt: Prompt, text: str, model: str) -> Prompt:
+        """A prompt and the beginning of its reply."""
+        if not text:
+            return prompt
+        tokens = await self.broker.encode(text, model=model)
+        # Some tokenizers put tokens before every text.
+        before = await self.broker.encode("", model=model)
+        own = tokens[len(before) :] if tokens[: len(before)] == before else tokens
+        return prompt._replace(tokens=(*prompt.tokens, *own), text=prompt.text + text)
 
     def _request(self, turn: Turn, prompt: Prompt) -> Request:
         left = self.broker.context_of(turn.model) - len(prompt.tokens)
@@ -163,7 +174,7 @@ class Generation:
         self._stream = stream
         self._reader = reader
         self._space: LeadingSpace | None = None
-        if reader is None:
+        if not isinstance(turn.prompt, Conversation) or turn.prompt.begun:
             self._space = LeadingSpace(generator.broker.chat_format(turn.model))
         self._text: list[str] = []
         self._reasoning: list[str] = []

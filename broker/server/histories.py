@@ -147,7 +147,7 @@ class Histories:
         if not prompt.scope or not ended.tokens:
             return
         calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in ended.calls)
-        reply = Message("assistant", ended.text, tool_calls=calls)
+        reply = Message("assistant", conversation.begun + ended.text, tool_calls=calls)
         *_, (_, key) = _keys(prompt.scope, [*conversation.messages, reply])
         history = _History(np.array([*prompt.tokens, *ended.tokens], np.int32))
         with self._lock:

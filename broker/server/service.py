@@ -6,19 +6,23 @@ from ..broker import Broker
 from .draining import Draining
 from .generation import Generator
 from .histories import Histories
+from .responses.store import Stores
 from .settings import ServerSettings
 
 
 class Service(NamedTuple):
-    """An open broker, the turns on it, the server's settings, and whether it is about to end."""
+    """An open broker, the turns on it, the server's settings, whether it is about to end, and the
+    responses that it knows.
+    """
 
     broker: Broker
     generator: Generator
     settings: ServerSettings
     draining: Draining
+    stores: Stores
 
 
 def service_over(broker: Broker, settings: ServerSettings) -> Service:
     """What endpoints over an open broker work with."""
     generator = Generator(broker, Histories(), settings.default_tokens)
-    return Service(broker, generator, settings, Draining())
+    return Service(broker, generator, settings, Draining(), Stores.of(settings))

@@ -24,13 +24,18 @@ class Caller(Struct, frozen=True, kw_only=True):
 
 
 class Conversation(Struct, frozen=True, kw_only=True):
-    """Messages for a chat template, and the tools that the reply may call."""
+    """Messages for a chat template, and the tools that the reply may call.
+
+    `begun` is text of the reply that is there already: it follows the generation prompt, in tokens
+    of its own, and the reply goes on from it.
+    """
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     choice: ToolChoice = "auto"
     parallel_calls: bool = True
     thinking: bool | None = None
+    begun: str = ""
 
 
 class Turn(Struct, frozen=True, kw_only=True):

@@ -16,7 +16,6 @@ from mlx_swarm.broker.server.connections import Config
 from mlx_swarm.broker.server.corked import CorkedProtocol
 from mlx_swarm.broker.server.responses import routes as http
 from mlx_swarm.broker.server.responses import socket
-from mlx_swarm.broker.server.responses.store import Stores
 from mlx_swarm.broker.server.security import Security
 from mlx_swarm.broker.server.service import Service, service_over
 from mlx_swarm.broker.server.settings import ServerSettings
@@ -44,7 +43,6 @@ class Running(NamedTuple):
 
     port: int
     service: Service
-    stores: Stores
 
     @property
     def url(self) -> str:
@@ -63,14 +61,14 @@ class Running(NamedTuple):
         with anyio.fail_after(30):
             while True:
                 try:
-                    assert len(self.stores.shared) >= responses
+                    assert len(self.service.stores.shared) >= responses
                     return await self._check()
                 except AssertionError:
                     await anyio.sleep(0.01)
 
     async def _check(self) -> None:
         await check_idle(self.service.broker)
-        assert len(self.stores.live) == 0
+        assert len(self.service.stores.live) == 0
         assert self.service.draining.running == 0
 
 
@@ -85,15 +83,15 @@ async def running(
     """A server for as long as the context is open; nothing may be left of any request then."""
     chosen = settings or ServerSettings()
     async with Broker(model, **{"ram": "64MiB", **broker}) as opened:
-        service, stores = service_over(opened, chosen), Stores.of(chosen)
-        app = Starlette(routes=[*socket.routes(service, stores), *http.routes(service, stores)])
+        service = service_over(opened, chosen)
+        app = Starlette(routes=[*socket.routes(service), *http.routes(service)])
         options = {"port": 0, "host": "127.0.0.1", "ws": protocol}
         server = _Server(Config(Security(app, chosen), chosen, **options))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(server.serve)
             await server.ready.wait()
             port = server.servers[0].sockets[0].getsockname()[1]
-            found = Running(port, service, stores)
+            found = Running(port, service)
             try:
                 yield found
                 await found.check_idle()

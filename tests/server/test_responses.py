@@ -16,7 +16,6 @@ from pydantic import BaseModel
 from starlette.routing import BaseRoute
 
 from mlx_swarm.broker.server.responses.routes import routes
-from mlx_swarm.broker.server.responses.store import Stores
 from mlx_swarm.broker.server.service import Service
 from mlx_swarm.broker.server.settings import ApiKey, ServerSettings
 from tests.server.serving import serving
@@ -55,7 +54,7 @@ SETTINGS = ServerSettings(
 
 
 def endpoints(service: Service) -> list[BaseRoute]:
-    return routes(service, Stores.of(service.settings))
+    return routes(service)
 
 
 @pytest.fixture(scope="module")

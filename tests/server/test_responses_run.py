@@ -12,7 +12,6 @@ from mlx_swarm.broker.server.generation import Generation
 from mlx_swarm.broker.server.responses.objects import Response
 from mlx_swarm.broker.server.responses.routes import RunFrames
 from mlx_swarm.broker.server.responses.run import ResponseRun, start_run
-from mlx_swarm.broker.server.responses.store import Stores
 from mlx_swarm.broker.server.responses.wire import CreateResponse
 from mlx_swarm.broker.server.service import Service, service_over
 from mlx_swarm.broker.server.settings import ServerSettings
@@ -25,7 +24,7 @@ class World:
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        self.stores = Stores.of(service.settings)
+        self.stores = service.stores
 
     async def start(self, caller: Caller | None = None, **fields: Any) -> ResponseRun:
         given = {"input": "a", "temperature": 0.0, "max_output_tokens": 4, **fields}

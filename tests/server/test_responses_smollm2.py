@@ -7,7 +7,6 @@ from openai import OpenAI
 from openai.types.responses import Response
 
 from mlx_swarm.broker.server.responses.routes import routes
-from mlx_swarm.broker.server.responses.store import Stores
 from tests.server.serving import SMOLLM2, serving
 
 
@@ -16,7 +15,7 @@ def client() -> Iterator[OpenAI]:
     with (
         serving(
             SMOLLM2,
-            routes=lambda service: routes(service, Stores.of(service.settings)),
+            routes=routes,
             ram="256MiB",
         ) as url,
         OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,

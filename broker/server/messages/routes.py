@@ -12,15 +12,14 @@ from ...errors import ContextOverflow, SwarmError
 from ..bodies import read, respond
 from ..callers import caller
 from ..errors import api_error, invalid
-from ..generation import Generation, Generator
+from ..generation import Generation
 from ..http import EventStream, frame, unless_gone
 from ..openapi import Operation
 from ..refusals import error_body, new_request_id, refusal
 from ..service import Service
-from ..turn import Caller, Conversation, Turn
-from .continuing import ContinuingGenerator
+from ..turn import Caller, Turn
 from .replies import ReplyBuilder, marked_length
-from .turns import Asked, asked, conversation, prefill
+from .turns import Asked, asked, conversation
 from .wire import CountRequest, Event, MessagesRequest, Ping, Reply, TokenCount
 
 PATH = "/v1/messages"
@@ -62,9 +61,6 @@ class _Messages:
         self._settings = service.settings
         self._broker = service.broker
         self._generator = service.generator
-        self._continuing = ContinuingGenerator(
-            service.broker, service.generator.histories, service.settings.default_tokens
-        )
 
     async def create(self, request: Request) -> Response:
         """A message, whole or as a stream."""
@@ -85,20 +81,15 @@ class _Messages:
     async def _count(self, request: Request, identifier: str) -> Response:
         body = await read(request, CountRequest)
         turn = Turn(prompt=conversation(body), caller=_caller(request), model=body.model)
-        prompt = await self._generator_of(turn).prompt(turn)
+        prompt = await self._generator.prompt(turn)
         return respond(TokenCount(len(prompt.tokens)))
 
-    def _generator_of(self, turn: Turn) -> Generator:
-        assert isinstance(turn.prompt, Conversation)
-        return self._continuing if prefill(turn.prompt.messages) else self._generator
-
     async def _start(self, turn: Turn) -> Generation:
-        generator = self._generator_of(turn)
         try:
-            return await generator.start(turn)
+            return await self._generator.start(turn)
         except ContextOverflow as error:
             # The words by which clients know that a conversation has to be made shorter.
-            prompt = await generator.prompt(turn)
+            prompt = await self._generator.prompt(turn)
             longest = self._broker.context_of(turn.model) - 1
             if len(prompt.tokens) <= longest:
                 raise

@@ -63,7 +63,7 @@ def asked(body: MessagesRequest, caller: Caller, temperature: float) -> Asked:
         stop=tuple(body.stop_sequences or ()),
         generate=body.max_tokens > 0,
     )
-    if turn.grammar is not None and prefill(prompt.messages):
+    if turn.grammar is not None and prompt.begun:
         raise invalid(
             "messages: a reply of a given format cannot be begun by a last message of the role "
             "assistant",
@@ -76,12 +76,12 @@ def conversation(body: CountRequest) -> Conversation:
     """The messages and tools of a request. Raises `ApiError`."""
     messages = tuple(_messages(body))
     thinking = _thinking(body)
-    if begun := prefill(messages):
+    text = ""
+    if begun := _prefill(messages):
         where = f"messages[{len(body.messages) - 1}]"
-        if _checked(where, begun, thinking):
-            thinking = False
-        else:
-            messages = messages[: -len(begun)]
+        text = _checked(where, begun, thinking)
+        thinking = False if text else thinking
+        messages = messages[: -len(begun)]
     if not body.messages or not messages:
         raise invalid("messages: at least one message is needed", "messages")
     tools = tuple(_tool(number, each) for number, each in enumerate(body.tools or ()))
@@ -92,10 +92,11 @@ def conversation(body: CountRequest) -> Conversation:
         choice=_choice(chosen, tools),
         parallel_calls=not chosen.disable_parallel_tool_use,
         thinking=thinking,
+        begun=text,
     )
 
 
-def prefill(messages: Sequence[Message]) -> Sequence[Message]:
+def _prefill(messages: Sequence[Message]) -> Sequence[Message]:
     """Those that the reply is to continue: an assistant's at the end."""
     length = len(messages)
     while length and messages[length - 1].role == "assistant":
@@ -180,8 +181,8 @@ def _check_blocks(
         raise invalid(f"{field}: a block of the type {kind} cannot stand in {whose}", field)
 
 
-def _checked(where: str, begun: Sequence[Message], thinking: bool | None) -> bool:
-    """Whether there is text that the reply continues. Raises `ApiError` if it cannot."""
+def _checked(where: str, begun: Sequence[Message], thinking: bool | None) -> str:
+    """The text that the reply continues. Raises `ApiError` if it cannot."""
     text = "".join(message.content for message in begun)
     if any(message.tool_calls for message in begun):
         raise invalid(f"{where}: a tool_use needs its tool_result in a message after it", where)
@@ -195,7 +196,7 @@ def _checked(where: str, begun: Sequence[Message], thinking: bool | None) -> boo
             "role assistant",
             where,
         )
-    return bool(text)
+    return text
 
 
 def _marks(body: CountRequest, conversation: Conversation) -> Marks:

@@ -46,7 +46,7 @@ def reply(output: Iterable[OutputItem]) -> list[Message]:
             case OutputReasoning():
                 reasoning += [part.text for part in item.content]
             case OutputCall():
-                calls.append(ToolCall(item.call_id, item.name, item.arguments))
+                calls.append(ToolCall(item.call_id, item.name, item.arguments or "{}"))
     if not (text or reasoning or calls):
         return []
     return [
@@ -60,7 +60,7 @@ def _add(messages: list[Message], item: ParsedItem) -> None:
             thought = text_of(item.content) or text_of(item.summary)
             messages.append(Message("assistant", reasoning=thought))
         case CallItem():
-            call = ToolCall(item.call_id, item.name, item.arguments)
+            call = ToolCall(item.call_id, item.name, item.arguments or "{}")
             last = _last_reply(messages)
             messages.append(replace(last, tool_calls=(*last.tool_calls, call)))
         case ResultItem():

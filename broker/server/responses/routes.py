@@ -20,7 +20,7 @@ from .events import ErrorEvent, ResponseEvent, StreamEvent
 from .objects import Item, Response
 from .ring import EventRing
 from .run import ResponseRun, count_tokens, start_run
-from .store import Stored, Stores, not_found
+from .store import Stored, not_found
 from .wire import CreateResponse
 
 DEFAULT_ITEMS = 20
@@ -110,9 +110,9 @@ OPERATIONS = (
 )
 
 
-def routes(service: Service, stores: Stores) -> list[BaseRoute]:
-    """The endpoints below /v1/responses. `stores` are shared with those over WebSocket."""
-    api = ResponsesApi(service, stores)
+def routes(service: Service) -> list[BaseRoute]:
+    """The endpoints below /v1/responses."""
+    api = ResponsesApi(service)
     return [
         Route(ALL, api.create, methods=["POST"]),
         Route(f"{ALL}/input_tokens", api.count, methods=["POST"]),
@@ -145,9 +145,9 @@ class RunFrames:
 class ResponsesApi:
     """The endpoints; each raises what is wrong."""
 
-    def __init__(self, service: Service, stores: Stores) -> None:
+    def __init__(self, service: Service) -> None:
         self._service = service
-        self._stores = stores
+        self._stores = service.stores
 
     async def create(self, request: Request) -> HttpResponse:
         """Compute a response; a client that goes away cancels it."""

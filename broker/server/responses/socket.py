@@ -20,6 +20,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from ..bodies import decode
 from ..callers import caller
 from ..errors import ApiError, api_error, invalid
+from ..openapi import Operation
 from ..service import Service
 from ..turn import Caller
 from ..visibility import Sight, seen_by
@@ -37,7 +38,6 @@ from .own_events import (
     send_trace,
 )
 from .run import ResponseRun
-from .store import Stores
 from .wire import CreateResponse
 
 LOG = logging.getLogger(__name__)
@@ -59,12 +59,16 @@ class Cancellable(Protocol):
         """End it soon. Does not wait."""
 
 
-def routes(service: Service, stores: Stores) -> list[BaseRoute]:
-    """The WebSocket at /v1/responses. `stores` are shared with the endpoints over HTTP."""
+OPERATIONS: tuple[Operation, ...] = ()
+"""A WebSocket has no place in an OpenAPI document."""
+
+
+def routes(service: Service) -> list[BaseRoute]:
+    """The WebSocket at /v1/responses."""
     replays = Replays()
 
     async def responses(socket: WebSocket) -> None:
-        await Connection(socket, service, stores, replays).serve()
+        await Connection(socket, service, replays).serve()
 
     return [WebSocketRoute("/v1/responses", responses)]
 
@@ -85,13 +89,11 @@ def error_event(error: ApiError) -> dict[str, object]:
 class Connection:
     """One client. Whatever it started ends with the connection."""
 
-    def __init__(
-        self, socket: WebSocket, service: Service, stores: Stores, replays: Replays
-    ) -> None:
+    def __init__(self, socket: WebSocket, service: Service, replays: Replays) -> None:
         settings = service.settings
         self.id = new_id("ws")[:19]
         self.service = service
-        self.stores = stores.of_connection(settings.store_bytes // STORE_SHARE)
+        self.stores = service.stores.of_connection(settings.store_bytes // STORE_SHARE)
         self.replays = replays
         self.outbox = Outbox(self._send, settings.outbox_bytes, settings.stall_seconds)
         self.runs: dict[str, ResponseRun] = {}
