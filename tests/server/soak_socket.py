@@ -1,4 +1,4 @@
-"""Very many lanes and very many clients that drop: `pytest tests/server/soak_socket.py`, a minute."""
+"""Very many lanes, and clients that drop: `pytest tests/server/soak_socket.py`, a minute."""
 
 import random
 
