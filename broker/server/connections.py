@@ -1,8 +1,8 @@
 """Connections below the application: how many, and for how long they may be of no use.
 
 uvicorn with h11 waits for the rest of a request for ever, and for a client that does not read. Its
-WebSocket implementation is `websockets-sansio`, which holds `send` up while a client does not read;
-the one named `websockets` is built on an interface that websockets has given up.
+WebSocket implementation is here that of `websockets-sansio`, which holds `send` up while a client
+does not read; `websockets` is built on an interface that the package of that name has given up.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from .bodies import encode
+from .corked import CorkedProtocol
 from .errors import RETRY_SECONDS, ApiError
 from .refusals import error_body, refusal
 from .settings import ServerSettings
@@ -36,7 +37,8 @@ class Config(uvicorn.Config):
         self.settings = settings
         given = {
             "http": HttpProtocol,
-            "ws": "websockets-sansio",
+            "ws": CorkedProtocol,
+            "ws_per_message_deflate": False,
             "ws_max_size": settings.max_body,
             "loop": "asyncio",
             "lifespan": "off",

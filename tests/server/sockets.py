@@ -3,39 +3,23 @@
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from socket import socket as Socket
 from typing import Any, NamedTuple
 
 import anyio
-import uvicorn
-from starlette.applications import Starlette
+from msgspec.structs import replace
 from websockets.asyncio.client import ClientConnection, connect
 
 from mlx_swarm.broker import Broker
-from mlx_swarm.broker.server.connections import Config
-from mlx_swarm.broker.server.corked import CorkedProtocol
-from mlx_swarm.broker.server.responses import routes as http
-from mlx_swarm.broker.server.responses import socket
-from mlx_swarm.broker.server.security import Security
-from mlx_swarm.broker.server.service import Service, service_over
+from mlx_swarm.broker.server.app import create_app
+from mlx_swarm.broker.server.listening import listen
+from mlx_swarm.broker.server.serve import Server
+from mlx_swarm.broker.server.service import Service
 from mlx_swarm.broker.server.settings import ServerSettings
 from tests.tiny_broker import TINY, check_idle
 
 ENDS = ("response.completed", "response.incomplete", "response.failed", "error")
 
 Event = dict[str, Any]
-
-
-class _Server(uvicorn.Server):
-    """One that says when it is `ready`."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.ready = anyio.Event()
-
-    async def startup(self, sockets: list[Socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.ready.set()
 
 
 class Running(NamedTuple):
@@ -74,29 +58,24 @@ class Running(NamedTuple):
 
 @asynccontextmanager
 async def running(
-    model: str = TINY,
-    *,
-    settings: ServerSettings | None = None,
-    protocol: Any = CorkedProtocol,
-    **broker: Any,
+    model: str = TINY, *, settings: ServerSettings | None = None, **broker: Any
 ) -> AsyncIterator[Running]:
     """A server for as long as the context is open; nothing may be left of any request then."""
-    chosen = settings or ServerSettings()
+    chosen = replace(settings or ServerSettings(), port=0)
     async with Broker(model, **{"ram": "64MiB", **broker}) as opened:
-        service = service_over(opened, chosen)
-        app = Starlette(routes=[*socket.routes(service), *http.routes(service)])
-        options = {"port": 0, "host": "127.0.0.1", "ws": protocol}
-        server = _Server(Config(Security(app, chosen), chosen, **options))
+        app = create_app(opened, chosen)
+        service: Service = app.state.service
+        sockets, ready = listen(chosen), anyio.Event()
+        server = Server(app, chosen, sockets, lambda url: ready.set())
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(server.serve)
-            await server.ready.wait()
-            port = server.servers[0].sockets[0].getsockname()[1]
-            found = Running(port, service)
+            tasks.start_soon(server.run_until_drained, service.draining)
+            await ready.wait()
+            found = Running(sockets[0].getsockname()[1], service)
             try:
                 yield found
                 await found.check_idle()
             finally:
-                server.should_exit = True
+                service.draining.stop()
 
 
 async def say(client: ClientConnection, **event: Any) -> None:
