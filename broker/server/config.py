@@ -24,7 +24,8 @@ PREFIX = "MLX_SWARM_"
 CONFIG = "MLX_SWARM_CONFIG"
 OWN = {CONFIG, "MLX_SWARM_CACHE", "MLX_SWARM_BLAS"}
 LONGEST_QUOTE = 60
-CLOSE = 0.8
+CLOSE = 0.7
+CLOSE_IN_ENVIRONMENT = 0.8
 
 TYPES: dict[str, Any] = get_type_hints(ServerSettings, include_extras=True)
 LISTS = frozenset(("allowed_hosts", "allowed_origins"))
@@ -93,7 +94,7 @@ def _environment(environment: Mapping[str, str]) -> Source:
             values["api_keys"] = [*values.get("api_keys", []), *keys]
         elif field in TYPES:
             values[field] = text
-        elif hint := _hint(field, lambda known: PREFIX + known.upper()):
+        elif hint := _hint(field, CLOSE_IN_ENVIRONMENT, lambda known: PREFIX + known.upper()):
             raise InvalidSetting(f"{name} is no setting{hint}")
     return Source(values, lambda field: PREFIX + field.upper(), True)
 
@@ -141,9 +142,9 @@ def _table(name: str, value: str | list[str]) -> dict[str, str]:
     return table
 
 
-def _hint(field: str, told: Callable[[str], str] = repr) -> str:
+def _hint(field: str, close_to: float = CLOSE, told: Callable[[str], str] = repr) -> str:
     """Which setting may have been meant."""
-    close = get_close_matches(field.replace("-", "_").lower(), TYPES, 1, CLOSE)
+    close = get_close_matches(field.replace("-", "_").lower(), TYPES, 1, close_to)
     return f"; is {told(close[0])} meant?" if close else ""
 
 
