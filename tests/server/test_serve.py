@@ -184,3 +184,12 @@ def test_what_cannot_be_served_is_told_in_one_line(
     assert "needs ssl_certfile" in complaint(capsys, "--ssl-keyfile", str(nonsense))
     assert "--no-auth" in complaint(capsys, "--host", "0.0.0.0")
     assert "no address" in complaint(capsys, "--no-auth", "--host", "no.such.host.invalid")
+
+
+def test_the_options_that_errors_name_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--allowed-host", "a.example", "--allowed-host", "b.example"]
+    given += ["--allowed-origin", "https://a.example", "--api-key-file", "/nowhere/keys"]
+    assert "/nowhere/keys cannot be read" in complaint(capsys, *given)
+    assert "--alias: 'short' must be NAME=VALUE" in complaint(capsys, "--alias", "short")
+    assert "--adapter: 'short'" in complaint(capsys, "--adapter", "short")
+    assert "--add-model: 'short'" in complaint(capsys, "--add-model", "short")
