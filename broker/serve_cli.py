@@ -10,10 +10,9 @@ import typer
 from msgspec import Meta
 
 from .errors import InvalidSetting
-from .server.config import LISTS, TABLES, TYPES, load_settings
+from .server.config import REPEATED, TYPES, load_settings, option
 from .server.settings import ServerSettings
 
-REPEATED = LISTS | TABLES
 HIDDEN = ("api_keys", "model")
 
 
@@ -69,14 +68,14 @@ def _parameters() -> list[inspect.Parameter]:
 
 def _option(field: str) -> inspect.Parameter:
     default = getattr(ServerSettings(), field)
-    name = f"--{field.replace('_', '-')}"
+    name = option(field)
     shown: Any = str(default) if default and default is not True else False
     if isinstance(default, bool):
         flag = typer.Option(name, help=_help(field))
         return _parameter(field, Annotated[bool | None, flag])
-    option = typer.Option(name, help=_help(field), show_default=shown)
+    text = typer.Option(name, help=_help(field), show_default=shown)
     kind: Any = list[str] if field in REPEATED else str
-    return _parameter(field, Annotated[kind | None, option])
+    return _parameter(field, Annotated[kind | None, text])
 
 
 def _parameter(name: str, kind: Any) -> inspect.Parameter:

@@ -1,10 +1,10 @@
 """Where settings come from: a TOML file, then the environment, then the command line.
 
 What comes later wins; API keys add up. In the environment the names are those of `ServerSettings`
-in capitals after `MLX_SWARM_`, in the file as they are, on the command line with dashes. In text a
-list is separated by commas, a table is a list of `NAME=VALUE`. Names nobody knows are refused, in
-the environment only if they are close to one that is known: others may be another program's. Keys
-are never on the command line, which everybody on the machine can read.
+in capitals after `MLX_SWARM_`, in the file as they are, on the command line what `option` says. In
+text a list is separated by commas, a table is a list of `NAME=VALUE`. Names nobody knows are
+refused, in the environment only if they are close to one that is known: others may be another
+program's. Keys are never on the command line, which everybody on the machine can read.
 """
 
 import tomllib
@@ -24,11 +24,21 @@ PREFIX = "MLX_SWARM_"
 CONFIG = "MLX_SWARM_CONFIG"
 OWN = {CONFIG, "MLX_SWARM_CACHE", "MLX_SWARM_BLAS"}
 LONGEST_QUOTE = 60
-CLOSE = 0.8
+CLOSE = 0.7
+CLOSE_IN_ENVIRONMENT = 0.8
 
 TYPES: dict[str, Any] = get_type_hints(ServerSettings, include_extras=True)
 LISTS = frozenset(("allowed_hosts", "allowed_origins"))
 TABLES = frozenset(("models", "adapters", "aliases"))
+
+REPEATED = {
+    "allowed_hosts": "--allowed-host",
+    "allowed_origins": "--allowed-origin",
+    "models": "--add-model",
+    "adapters": "--adapter",
+    "aliases": "--alias",
+}
+"""Options of which each gives one of several."""
 
 
 class Source(NamedTuple):
@@ -48,7 +58,7 @@ def load_settings(
     sources = [
         *([_file(path)] if path else []),
         _environment(environment),
-        Source(command_line, lambda field: f"--{field.replace('_', '-')}", True),
+        Source(command_line, option, True),
     ]
     values: dict[str, Any] = {}
     keys: list[ApiKey] = []
@@ -62,6 +72,11 @@ def load_settings(
     if values.get("api_key_file"):
         keys.extend(keys_of_file(values["api_key_file"]))
     return ServerSettings(**values, api_keys=distinct(keys))
+
+
+def option(field: str) -> str:
+    """What a setting is called on the command line."""
+    return REPEATED.get(field, f"--{field.replace('_', '-')}")
 
 
 def _file(path: str) -> Source:
@@ -93,7 +108,7 @@ def _environment(environment: Mapping[str, str]) -> Source:
             values["api_keys"] = [*values.get("api_keys", []), *keys]
         elif field in TYPES:
             values[field] = text
-        elif hint := _hint(field, lambda known: PREFIX + known.upper()):
+        elif hint := _hint(field, CLOSE_IN_ENVIRONMENT, lambda known: PREFIX + known.upper()):
             raise InvalidSetting(f"{name} is no setting{hint}")
     return Source(values, lambda field: PREFIX + field.upper(), True)
 
@@ -141,9 +156,9 @@ def _table(name: str, value: str | list[str]) -> dict[str, str]:
     return table
 
 
-def _hint(field: str, told: Callable[[str], str] = repr) -> str:
+def _hint(field: str, close_to: float = CLOSE, told: Callable[[str], str] = repr) -> str:
     """Which setting may have been meant."""
-    close = get_close_matches(field.replace("-", "_").lower(), TYPES, 1, CLOSE)
+    close = get_close_matches(field.replace("-", "_").lower(), TYPES, 1, close_to)
     return f"; is {told(close[0])} meant?" if close else ""
 
 
