@@ -65,10 +65,16 @@ async def running(
     async with Broker(model, **{"ram": "64MiB", **broker}) as opened:
         app = create_app(opened, chosen)
         service: Service = app.state.service
-        sockets, ready = listen(chosen), anyio.Event()
+        sockets, ready, over = listen(chosen), anyio.Event(), anyio.Event()
         server = Server(app, chosen, sockets, lambda url: ready.set())
+
+        async def serve() -> None:
+            with anyio.CancelScope(shield=True):
+                await server.run_until_drained(service.draining)
+            over.set()
+
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(server.run_until_drained, service.draining)
+            tasks.start_soon(serve)
             await ready.wait()
             found = Running(sockets[0].getsockname()[1], service)
             try:
@@ -76,6 +82,8 @@ async def running(
                 await found.check_idle()
             finally:
                 service.draining.stop()
+                with anyio.CancelScope(shield=True):
+                    await over.wait()
 
 
 async def say(client: ClientConnection, **event: Any) -> None:

@@ -159,7 +159,7 @@ WRONG: list[tuple[Any, str | None]] = [
     ("{", None),
     ("[1]", None),
     ('"text"', None),
-    ("{}", None),
+    ("{}", "type"),
     ({"type": 1}, "type"),
     ({"type": "response.steer", "previous_response_id": "resp_1", "input": "x"}, "type"),
     ({"type": "response.unknown"}, "type"),
