@@ -63,7 +63,9 @@ class Server(uvicorn.Server):
 
 
 async def load_all(broker: Broker, settings: ServerSettings) -> None:
-    """Load what is to be served besides the first model."""
+    """Load what is to be served besides the first model, which goes by what it was asked for as."""
+    if settings.model != broker.model_name:
+        await broker.alias(settings.model, broker.model_name)
     for name, model in settings.models.items():
         await broker.load(model, name=name)
     for name, adapter in settings.adapters.items():
