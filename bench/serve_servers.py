@@ -60,9 +60,7 @@ def stock_server(model: str, *, rows: int) -> Iterator[Server]:
 
 @contextmanager
 def _running(command: Sequence[str], port: int, health: str) -> Iterator[None]:
-    process = subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL)
     try:
         _wait(process, port, health)
         yield
