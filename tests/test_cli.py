@@ -205,8 +205,6 @@ def test_cache_folder_that_cannot_be_written(
 @pytest.mark.parametrize(
     ("numbers", "code"),
     [
-        ([signal.SIGINT], 130),
-        ([signal.SIGTERM], 143),
         ([signal.SIGHUP], 129),
         ([signal.SIGINT] * 3, 130),
         ([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], 143),
