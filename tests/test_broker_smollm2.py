@@ -50,7 +50,7 @@ async def test_eight_prompts_with_one_prefix_answer_like_mlx_lm_batched_and_alon
         async with anyio.create_task_group() as group:
             for index, each in enumerate(asked):
                 group.start_soon(ask, index, each)
-        alone = [await broker.complete(replace(each, max_tokens=3)) for each in asked]
+        alone = [await broker.complete(replace(each, max_tokens=3)) for each in asked[:3]]
         prompts = [batched[index].prompt for index in range(8)]
         expected = await inside(
             broker,
@@ -58,7 +58,7 @@ async def test_eight_prompts_with_one_prefix_answer_like_mlx_lm_batched_and_alon
         )
         await check_idle(broker)
     assert [batched[index].tokens for index in range(8)] == expected
-    assert [result.tokens for result in alone] == [each[:3] for each in expected]
+    assert [result.tokens for result in alone] == [each[:3] for each in expected[:3]]
     shared = len(common_prefix(prompts))
     own = sum(len(each) - shared for each in prompts)
     prefilled = sum(result.usage.prefilled_tokens for result in batched.values())

@@ -13,7 +13,7 @@ from mlx_swarm.broker import cli
 from tests.test_cli import MODEL
 
 
-@pytest.fixture(params=[signal.SIGTERM, signal.SIGHUP])
+@pytest.fixture(params=[signal.SIGHUP])
 def number(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
     """A signal that children do not ignore, as they would under nohup."""
     before = signal.signal(request.param, signal.SIG_DFL)

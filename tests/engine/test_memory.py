@@ -134,7 +134,7 @@ def families(count: int, length: int) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("copies", range(4))
+@pytest.mark.parametrize("copies", [0, 1, 3])
 def test_what_no_span_serves_is_copied_only_into_memory_that_there_is(copies: int) -> None:
     model = model_of(LONGER)
     asked = families(11, 520)
