@@ -23,7 +23,7 @@ OPERATIONS = (
         body=CompletionBody,
         response=Completion,
         events=Completion,
-        errors=(404,),
+        errors=(404, 429, 503, 504),
     ),
 )
 
