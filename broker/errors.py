@@ -9,7 +9,15 @@ class SwarmError(Exception):
 
 
 class InvalidRequest(SwarmError):
-    """A request that can never be served as it stands; nothing was changed by refusing it."""
+    """A request that can never be served as it stands; nothing was changed by refusing it.
+
+    `field` names what is wrong, where it is one field of the `Request`, its `Sampling` or its
+    `Grammar`.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class ContextOverflow(InvalidRequest):

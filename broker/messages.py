@@ -1,6 +1,7 @@
 """What is said in a conversation, and the tools that a model may call in it: plain data, no MLX."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -13,6 +14,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 ROLES = get_args(Role)
 CHOICES = ("auto", "none", "required")
 LONGEST_NAME = 128
+MAX_TOOLS = 4096
 
 
 class ToolCall(Struct, frozen=True):
@@ -71,16 +73,18 @@ def check_messages(messages: Sequence[Message]) -> None:
 def check_tools(tools: Sequence[Tool]) -> None:
     """Raise `InvalidRequest` unless each is a `Tool` with a name of its own and a JSON schema."""
     check_sized("tools", tools)
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"{len(tools):,} tools are given; up to {MAX_TOOLS:,} are taken")
     for number, tool in enumerate(tools):
         check_kind(f"tool {number}", tool, Tool, "a Tool")
         _check_name(f"the name of tool {number}", tool.name)
         check_text(f"the description of tool {number}", tool.description)
         if tool.parameters is not None:
             _check_schema(f"the parameters of tool {number}", tool.parameters)
-    names = [tool.name for tool in tools]
-    twice = next((name for name in names if names.count(name) > 1), None)
+    names = Counter(tool.name for tool in tools)
+    twice = next((name for name, count in names.items() if count > 1), None)
     if twice is not None:
-        raise InvalidRequest(f"{names.count(twice)} tools have the name {twice!r}")
+        raise InvalidRequest(f"{names[twice]} tools have the name {twice!r}")
 
 
 def check_tool_choice(choice: ToolChoice, tools: Sequence[Tool]) -> None:

@@ -143,7 +143,8 @@ class Request(Struct, frozen=True, kw_only=True):
         if len(self.stop) > MAX_STOPS or "" in self.stop:
             raise InvalidRequest(
                 f"{len(self.stop):,} stop strings given; up to {MAX_STOPS} are taken, none of them "
-                "empty"
+                "empty",
+                "stop",
             )
         for stop in self.stop:
             check_kind("a stop string", stop, str, "text")

@@ -80,5 +80,7 @@ def _check_bias(biases: Any) -> None:
     for token, bias in biases.items():
         check_kind("a token in logit_bias", token, int, "a token id")
         if token < 0:
-            raise InvalidRequest(f"logit_bias has the token {token}; token ids are 0 or more")
+            raise InvalidRequest(
+                f"logit_bias has the token {token}; token ids are 0 or more", "logit_bias"
+            )
         check_range(f"the bias of token {token}", bias, -MAX_BIAS, MAX_BIAS)

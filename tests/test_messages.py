@@ -52,6 +52,7 @@ def test_a_message_that_makes_no_sense_is_refused(message: Message, reason: str)
         ([Tool("a" * 129)], "the name of tool 0 has 129 characters; it must have 1 to 128"),
         ([Tool("f", 3)], "the description of tool 0 is 3"),  # type: ignore[arg-type]
         ([Tool("f"), Tool("g"), Tool("f")], "2 tools have the name 'f'"),
+        ([Tool("f")] * 5000, "5,000 tools are given; up to 4,096 are taken"),
         ([Tool("f", "", [])], "the parameters of tool 0 is"),  # type: ignore[arg-type]
         ([Tool("f", "", {"a": {1}})], "the parameters of tool 0 are not JSON"),
     ],

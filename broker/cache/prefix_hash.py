@@ -121,7 +121,7 @@ def _from_sequence(tokens: Sequence[int]) -> Tokens:
         return np.frombuffer(array("I", tokens), np.uint32)
     except OverflowError:
         worst = next(token for token in tokens if not 0 <= int(token) <= MAX_TOKEN)
-        raise InvalidRequest(f"token {worst} is outside 0..{MAX_TOKEN}") from None
+        raise InvalidRequest(f"token {worst} is outside 0..{MAX_TOKEN}", "tokens") from None
     except TypeError as error:
         raise InvalidRequest(f"tokens must be integers: {error}") from None
 
@@ -137,5 +137,6 @@ def _from_array(tokens: NDArray[Any]) -> Tokens:
         raise InvalidRequest(f"tokens must be integers, got dtype {tokens.dtype}")
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high > MAX_TOKEN:
-        raise InvalidRequest(f"token {low if low < 0 else high} is outside 0..{MAX_TOKEN}")
+        worst = low if low < 0 else high
+        raise InvalidRequest(f"token {worst} is outside 0..{MAX_TOKEN}", "tokens")
     return tokens.astype(np.uint32)

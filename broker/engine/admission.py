@@ -92,13 +92,15 @@ class Admission:
         if len(prompt) >= context:
             raise ContextOverflow(
                 f"the prompt has {len(prompt):,} tokens; the context of {self._model.name} is "
-                f"{context:,}, which has to hold at least one more"
+                f"{context:,}, which has to hold at least one more",
+                "tokens",
             )
         highest = int(np.max(prompt))
         if highest >= self._vocabulary:
             raise InvalidRequest(
                 f"token {highest} is outside the vocabulary of {self._model.name}, "
-                f"0 to {self._vocabulary - 1}"
+                f"0 to {self._vocabulary - 1}",
+                "tokens",
             )
 
     def _check_bias(self, sampling: Sampling) -> None:
@@ -106,7 +108,8 @@ class Admission:
         if highest >= self._vocabulary:
             raise InvalidRequest(
                 f"logit_bias has the token {highest}; the vocabulary of {self._model.name} is "
-                f"0 to {self._vocabulary - 1}"
+                f"0 to {self._vocabulary - 1}",
+                "logit_bias",
             )
 
 

@@ -175,7 +175,7 @@ def _words(tokens: Sequence[int], vocabulary: int) -> Any:
 
 
 def _refusal(source: Source, reason: str) -> InvalidRequest:
-    return InvalidRequest(f"the {source.form} is not a grammar: {_one_line(reason)}")
+    return InvalidRequest(f"the {source.form} is not a grammar: {_one_line(reason)}", source.form)
 
 
 def _one_line(reason: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..errors import ContextOverflow
 from ..grammar import Grammar
 from ..messages import Message, Tool, ToolChoice, check_tool_choice, check_tools
 from .boundaries import Boundaries, Conversation
@@ -52,6 +53,7 @@ class ChatFormat:
         *,
         add_generation_prompt: bool = True,
         thinking: bool | None = None,
+        most_tokens: int | None = None,
     ) -> Rendered:
         """Messages as tokens, by the model's chat template, which also says what tools there are.
 
@@ -59,7 +61,8 @@ class ChatFormat:
         instructions and results of tools as a user's turn, tools and calls as text. `thinking`
         turns reasoning on or off where the template can; None leaves it as mlx-lm has it.
 
-        Raises `InvalidRequest` if the model has no template or the template refuses the messages.
+        Raises `InvalidRequest` if the model has no template or the template refuses the messages,
+        and `ContextOverflow` for what is certain to be more than `most_tokens`.
         """
         with self._tokenizing:
             conversation = self._conversation(tools, thinking)
@@ -70,6 +73,7 @@ class ChatFormat:
                 add_generation_prompt=add_generation_prompt,
                 thinking=thinking,
             )
+            self._check_length(text, most_tokens)
             tokens = self._template.tokens(
                 text,
                 turns,
@@ -79,6 +83,14 @@ class ChatFormat:
             )
             boundaries = self._boundaries.of(messages, conversation, text, tokens)
         return Rendered(tokens, boundaries, text)
+
+    def check_length(self, text: str, most_tokens: int) -> None:
+        """Raise `ContextOverflow` for a text that is certain to be more than so many tokens.
+
+        That is seen at once; to cut a text of megabytes into tokens takes long.
+        """
+        with self._tokenizing:
+            self._check_length(text, most_tokens)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens, special ones included, with nothing tidied up. What is no token of
@@ -161,6 +173,19 @@ class ChatFormat:
         """How calls are written: as the model was trained to, or as our own text tells it to."""
         with self._tokenizing:
             return self._known_syntax()
+
+    def _check_length(self, text: str, most_tokens: int | None) -> None:
+        if most_tokens is None or len(text) <= most_tokens * self._longest_token:
+            return
+        raise ContextOverflow(
+            f"the prompt has {len(text):,} characters; the model's context is {most_tokens:,} "
+            f"tokens, which are {most_tokens * self._longest_token:,} characters at most"
+        )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """In characters, as the vocabulary writes it: in some, a character for each byte."""
+        return max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def _known_syntax(self) -> ToolSyntax:
         known = tool_syntax(self._tokenizer)

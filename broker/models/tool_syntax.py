@@ -37,6 +37,7 @@ class ThinkTags(NamedTuple):
 
 # Some models of the family give a call's id, which its parser in mlx-lm takes for the name.
 CALL_ID = re.compile(r"\[CALL_ID\][\w-]+(?=\s*\[ARGS\])")
+LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 GENERIC = ToolSyntax(START, END, json_tools.parse_tool_call, "json_tools")
 
 
@@ -85,4 +86,6 @@ def _call(parsed: Any) -> CallPiece:
         arguments = {}
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
         raise ValueError("a call has a name and an object of arguments")
-    return CallPiece(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    # Half a surrogate pair, which models write as \ud800, cannot be sent as UTF-8.
+    return CallPiece(name, LONE_SURROGATE.sub("\ufffd", text))

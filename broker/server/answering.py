@@ -2,7 +2,7 @@
 
 import logging
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
 from starlette.requests import ClientDisconnect, Request
@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from .bodies import respond
 from .choices import Choices, Events
-from .errors import ApiError, api_error
+from .errors import CHAT_NAMES, ApiError, api_error
 from .generation import Generator
 from .http import CLIENT_CLOSED_REQUEST, EventStream, Gone, frame, refuse, unless_gone
 from .openai_fields import error_body
@@ -27,8 +27,8 @@ Whole = Callable[[Events], Awaitable[object]]
 _log = logging.getLogger(__name__)
 
 
-def answered(endpoint: Endpoint) -> Endpoint:
-    """The endpoint, whose errors are answered in OpenAI's form."""
+def answered(endpoint: Endpoint, names: Mapping[str, str] = CHAT_NAMES) -> Endpoint:
+    """The endpoint, whose errors are answered in OpenAI's form; `names` as in `api_error`."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -36,7 +36,7 @@ def answered(endpoint: Endpoint) -> Endpoint:
         except (Gone, ClientDisconnect):
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         except Exception as error:
-            return refuse(_known(error), error_body)
+            return refuse(_known(error, names), error_body)
 
     return answer
 
@@ -97,11 +97,11 @@ class ChunkStream(Response):
             yield DONE
 
 
-def _known(error: Exception) -> ApiError:
+def _known(error: Exception, names: Mapping[str, str] = CHAT_NAMES) -> ApiError:
     """The error as it is told. The log has what nobody foresaw, without the message: it may quote
     what a user wrote.
     """
-    known = api_error(error)
+    known = api_error(error, names)
     if known.code == "internal_error":
         raised = traceback.extract_tb(error.__traceback__)[-1]
         kind = type(error).__name__

@@ -1,5 +1,6 @@
 """What goes wrong, as the APIs report it: a status, a type, a code, the field and a message."""
 
+from collections.abc import Mapping
 from http import HTTPStatus
 
 import anyio
@@ -17,6 +18,7 @@ from ..errors import (
 )
 
 RETRY_SECONDS = 2
+CHAT_NAMES = {"tokens": "messages", "json_schema": "response_format", "lark": "tools"}
 
 
 class ApiError(SwarmError):
@@ -54,17 +56,20 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
 
 
-def api_error(error: BaseException) -> ApiError:
-    """Any error of the broker as an API reports it. What nobody foresaw tells nothing but that."""
+def api_error(error: BaseException, names: Mapping[str, str] = CHAT_NAMES) -> ApiError:
+    """Any error of the broker as an API reports it. What nobody foresaw tells nothing but that.
+
+    `names` are those of the API for what `InvalidRequest.field` calls otherwise.
+    """
     match error:
         case ApiError():
             return error
         case ContextOverflow():
-            return invalid(str(error), "messages", "context_length_exceeded")
+            return invalid(str(error), names.get("tokens"), "context_length_exceeded")
         case ModelNotFound():
             return ApiError(HTTPStatus.NOT_FOUND, str(error), code="model_not_found", param="model")
         case InvalidRequest():
-            return invalid(str(error))
+            return invalid(str(error), names.get(error.field or "", error.field))
         case QueueFull():
             return ApiError(
                 HTTPStatus.TOO_MANY_REQUESTS,

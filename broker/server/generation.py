@@ -41,15 +41,19 @@ class Generator:
         self.malformed = 0
         self._default_tokens = default_tokens
 
-    async def prompt(self, turn: Turn) -> Prompt:
-        """The tokens of a turn's prompt. Raises `InvalidRequest` and `ModelNotFound`."""
+    async def prompt(self, turn: Turn, most_tokens: int | None = None) -> Prompt:
+        """The tokens of a turn's prompt. Raises `InvalidRequest` and `ModelNotFound`, and
+        `ContextOverflow` where it is seen at once that there are more than `most_tokens`.
+        """
         if isinstance(turn.prompt, Conversation):
             chat = self.broker.chat_format(turn.model)
             prompt = await to_thread.run_sync(
-                self.histories.prompt, chat, turn.model, turn.prompt, turn.caller
+                self.histories.prompt, chat, turn.model, turn.prompt, turn.caller, most_tokens
             )
             return await self._begun(prompt, turn.prompt.begun, turn.model)
         if isinstance(turn.prompt, str):
+            if most_tokens is not None:
+                self.broker.chat_format(turn.model).check_length(turn.prompt, most_tokens)
             tokens = await self.broker.encode(turn.prompt, model=turn.model)
             return Prompt(tuple(tokens), (), turn.prompt, turn.caller)
         self.broker.chat_format(turn.model)
@@ -57,7 +61,7 @@ class Generator:
 
     async def start(self, turn: Turn) -> "Generation":
         """Queue a turn. What would refuse it is raised here, before anything is sent."""
-        prompt = await self.prompt(turn)
+        prompt = await self.prompt(turn, self.broker.context_of(turn.model))
         if turn.generate and prompt.scope:
             prompt = self.histories.join(prompt)
         try:

@@ -93,16 +93,24 @@ class Histories:
         self._lock = Lock()
 
     def prompt(
-        self, chat: ChatFormat, model: str, conversation: Conversation, caller: Caller
+        self,
+        chat: ChatFormat,
+        model: str,
+        conversation: Conversation,
+        caller: Caller,
+        most_tokens: int | None = None,
     ) -> Prompt:
-        """The prompt of a conversation. Raises `InvalidRequest` if it cannot be rendered.
+        """The prompt of a conversation. Raises what `ChatFormat.render` raises.
 
         Decoded, its tokens are always what the rendering's own would be.
         """
         check_messages(conversation.messages)
         check_tools(conversation.tools)
         rendered = chat.render(
-            conversation.messages, conversation.tools, thinking=conversation.thinking
+            conversation.messages,
+            conversation.tools,
+            thinking=conversation.thinking,
+            most_tokens=most_tokens,
         )
         scope = self._scope(chat, conversation.tools, caller.tenant)
         keys = list(_keys(scope, conversation.messages))

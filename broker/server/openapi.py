@@ -55,9 +55,9 @@ class Operation(NamedTuple):
 
     What stands in braces in `path` is a parameter of the path; `query` is a Struct whose fields are
     those of the query string. `body` and `response` are Structs, or unions of them; `events` is the
-    type of the server-sent events that may come instead of the response. `errors` are the statuses
-    that the operation has beyond those which every one has; those in `same_body` come with the body
-    of the response, the others with that of an error.
+    type of the server-sent events that may come instead of the response, `lines` that of lines of
+    JSON. `errors` are the statuses that the operation has beyond those which every one has; those
+    in `same_body` come with the body of the response, the others with that of an error.
     """
 
     method: str
@@ -69,6 +69,7 @@ class Operation(NamedTuple):
     errors: tuple[int, ...] = ()
     query: object = None
     events: object = None
+    lines: object = None
     media_type: str = "application/json"
     same_body: tuple[int, ...] = ()
 
@@ -123,7 +124,7 @@ def _types(operations: Iterable[Operation]) -> list[Any]:
     types: list[Any] = [Error, MessagesError]
     for each in operations:
         fields = [kind for _, kind, _ in _query(each)]
-        for kind in (each.body, each.response, each.events, *fields):
+        for kind in (each.body, each.response, each.events, each.lines, *fields):
             if kind is not None and kind not in types:
                 types.append(kind)
     return types
@@ -149,10 +150,9 @@ def _answer(each: Operation, schema_of: _Schemas) -> dict[str, Any]:
     if each.response is not None:
         content[each.media_type] = {"schema": schema_of[each.response]}
     if each.events is not None:
-        content["text/event-stream"] = {
-            "schema": {"type": "string"},
-            "x-event": schema_of[each.events],
-        }
+        content["text/event-stream"] = {"x-event": schema_of[each.events]}
+    if each.lines is not None:
+        content["application/x-ndjson"] = {"x-line": schema_of[each.lines]}
     told: dict[str, Any] = {"description": HTTPStatus(each.status).phrase}
     return {**told, "content": content} if content else told
 

@@ -54,6 +54,7 @@ OPERATIONS = (
         query=TraceQuery,
         response=TraceAnswer,
         events=TraceEvent,
+        lines=TraceEvent,
     ),
 )
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_swarm.broker import InvalidRequest, Message, Tool, ToolCall
+from mlx_swarm.broker import ContextOverflow, InvalidRequest, Message, Tool, ToolCall
 from mlx_swarm.broker.models import CallPiece, LoadedModel, ReasoningPiece, TextPiece, load
 from mlx_swarm.broker.models.boundaries import _common_text
 from tests.models.call_examples import WEATHER, syntax_of
@@ -52,6 +52,13 @@ def text_of(
 def in_order(text: str, *words: str) -> bool:
     places = [text.find(word) for word in words]
     return places == sorted(places) and -1 not in places
+
+
+def test_a_text_that_is_certain_to_be_too_long_is_not_cut_into_tokens() -> None:
+    chat = MODELS["generic"].chat
+    assert chat.render([Message("user", "a" * 100)], most_tokens=256).tokens
+    with pytest.raises(ContextOverflow, match=r"the prompt has 1,\d{3},\d{3} characters"):
+        chat.render([Message("user", "a" * 1_000_000)], most_tokens=256)
 
 
 @every_model

@@ -236,3 +236,9 @@ def test_structure_between_texts_is_left_out() -> None:
     marks = marks_of(None, None, dropped=("<|open|>response<|sep|>", "<|close|>response<|sep|>"))
     reply = "<|open|>response<|sep|>Yes.<|close|>response<|sep|>"
     assert read(list(reply), ReplyReader(marks)) == [TextPiece("Yes.")]
+
+
+def test_half_a_character_in_arguments_can_be_sent() -> None:
+    arguments = '{"a": "\\ud83d", "\\udc4b": "\\ud83d\\udc4b"}'
+    written = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    assert read([written]) == [CallPiece("f", '{"a": "\ufffd", "\ufffd": "\U0001f44b"}')]

@@ -24,7 +24,7 @@ OPERATIONS = (
         body=ChatBody,
         response=ChatCompletion,
         events=Chunk,
-        errors=(404,),
+        errors=(404, 429, 503, 504),
     ),
 )
 

@@ -15,6 +15,8 @@ from .replies import Answer, Asked
 from .turns import prompts_of, turns_of
 from .wire import Completion, CompletionBody
 
+NAMES = {"tokens": "prompt"}
+
 OPERATIONS = (
     Operation(
         "POST",
@@ -23,7 +25,7 @@ OPERATIONS = (
         body=CompletionBody,
         response=Completion,
         events=Completion,
-        errors=(404,),
+        errors=(404, 429, 503, 504),
     ),
 )
 
@@ -50,4 +52,4 @@ def routes(service: Service) -> list[BaseRoute]:
             return await streamed_answer(request, service, turns, answer.chunks)
         return await whole_answer(request, service.generator, turns, answer.whole)
 
-    return [Route("/v1/completions", answered(create), methods=["POST"])]
+    return [Route("/v1/completions", answered(create, NAMES), methods=["POST"])]

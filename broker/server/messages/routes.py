@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from ...errors import ContextOverflow, SwarmError
 from ..bodies import read, respond
 from ..callers import caller
-from ..errors import api_error, invalid
+from ..errors import ApiError, api_error, invalid
 from ..generation import Generation
 from ..http import EventStream, frame, unless_gone
 from ..openapi import Operation
@@ -88,16 +88,14 @@ class _Messages:
         try:
             return await self._generator.start(turn)
         except ContextOverflow as error:
-            # The words by which clients know that a conversation has to be made shorter.
-            prompt = await self._generator.prompt(turn)
+            try:
+                prompt = await self._generator.prompt(turn, self._broker.context_of(turn.model))
+            except ContextOverflow:
+                raise _too_long(str(error)) from error
             longest = self._broker.context_of(turn.model) - 1
             if len(prompt.tokens) <= longest:
                 raise
-            raise invalid(
-                f"prompt is too long: {len(prompt.tokens)} tokens > {longest} maximum",
-                "messages",
-                "context_length_exceeded",
-            ) from error
+            raise _too_long(f"{len(prompt.tokens)} tokens > {longest} maximum") from error
 
     async def _reply(self, what: Asked) -> Reply:
         async with await self._start(what.turn) as generation:
@@ -170,6 +168,11 @@ def _builder(what: Asked, generation: Generation) -> ReplyBuilder:
     identifier = f"msg_{secrets.token_hex(12)}"
     marked = marked_length(prompt, what.marks)
     return ReplyBuilder(identifier, what.turn.model, len(prompt.tokens), marked)
+
+
+def _too_long(how: str) -> ApiError:
+    """In the words by which clients know that a conversation has to be made shorter."""
+    return invalid(f"prompt is too long: {how}", "messages", "context_length_exceeded")
 
 
 def _caller(request: Request, body: MessagesRequest | None = None) -> Caller:

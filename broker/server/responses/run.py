@@ -12,9 +12,8 @@ from typing import NamedTuple, Self
 from anyio import to_thread
 from msgspec.structs import replace
 
-from ...errors import ContextOverflow
 from ...messages import Message
-from ..errors import ApiError, api_error, invalid
+from ..errors import ApiError, api_error
 from ..generation import Generation
 from ..service import Service
 from ..turn import Call, Caller, Ended, ReasoningDelta, TextDelta, TurnEvent
@@ -43,6 +42,8 @@ LOG = logging.getLogger(__name__)
 LAST = (Completed, Incomplete, Failed)
 """The events that end a response."""
 
+NAMES = {"tokens": "input", "json_schema": "text.format.schema", "lark": "tools"}
+
 ERROR_CODES: dict[int, str] = {
     HTTPStatus.BAD_REQUEST: "invalid_prompt",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_exceeded",
@@ -59,10 +60,8 @@ async def start_run(
     """
     try:
         return await _start(service, body, caller, stores)
-    except ContextOverflow as error:
-        raise invalid(str(error), "input", "context_length_exceeded") from error
     except Exception as error:
-        raise api_error(error) from error
+        raise api_error(error, NAMES) from error
 
 
 async def count_tokens(
@@ -74,7 +73,7 @@ async def count_tokens(
         turn = turn_of(body, await _messages(body, asked), caller, service.settings)
         return len((await service.generator.prompt(turn)).tokens)
     except Exception as error:
-        raise api_error(error) from error
+        raise api_error(error, NAMES) from error
 
 
 class _Asked(NamedTuple):

@@ -162,9 +162,8 @@ def _sampling(body: CreateResponse, settings: ServerSettings) -> Sampling:
         sampling.validate()
     except InvalidRequest as error:
         name = str(error).split(" ", 1)[0]
-        raise invalid(str(error), name if name in CreateResponse.__struct_fields__ else None) from (
-            error
-        )
+        known = name in CreateResponse.__struct_fields__
+        raise invalid(str(error), name if known else "logit_bias") from error
     return sampling
 
 
