@@ -29,6 +29,10 @@ SPARE_CONNECTIONS = 64
 MOST_HEADER_BYTES = 64 << 10
 MOST_WATCH_SECONDS = 1.0
 
+CLOSING_SECONDS = 15.0
+"""A WebSocket whose client does not read is closed by its application first, with a reason. So much
+longer the close may wait for that client to read again: more than uvicorn has it wait itself."""
+
 
 class Config(uvicorn.Config):
     """uvicorn's configuration for an application and its settings."""
@@ -129,7 +133,8 @@ class Watchdog:
     """Ends connections that hold a place and do nothing with it.
 
     Those whose headers are not complete after `header_seconds`, or their body after `body_seconds`;
-    and those that have taken nothing of what waits for them for `stall_seconds`.
+    and those that have taken nothing of what waits for them for `stall_seconds`; WebSockets have
+    `CLOSING_SECONDS` more.
     """
 
     def __init__(self, state: ServerState, settings: ServerSettings) -> None:
@@ -150,10 +155,14 @@ class Watchdog:
         before, self._seen = self._seen, {}
         for each in list(self._state.connections):
             self._seen[each] = seen = _see(each, now, before.get(each))
-            if now - seen.stalled_since > self._settings.stall_seconds:
+            if now - seen.stalled_since > self._patience(each):
                 each.transport.abort()
             elif isinstance(each, HttpProtocol):
                 self._hurry(each, seen, now - seen.reading_since)
+
+    def _patience(self, connection: object) -> float:
+        grace = 0.0 if isinstance(connection, HttpProtocol) else CLOSING_SECONDS
+        return self._settings.stall_seconds + grace
 
     def _hurry(self, connection: HttpProtocol, seen: "_Seen", seconds: float) -> None:
         if connection.transport.is_closing():
