@@ -6,6 +6,7 @@ does not read; `websockets` is built on an interface that the package of that na
 """
 
 import asyncio
+import logging
 import sys
 import time
 from typing import Any, NamedTuple
@@ -28,6 +29,17 @@ SPARE_CONNECTIONS = 64
 
 MOST_HEADER_BYTES = 64 << 10
 MOST_WATCH_SECONDS = 1.0
+
+STRANGERS_FAULTS = frozenset(
+    (
+        "Invalid HTTP request received.",
+        "Unsupported upgrade request.",
+        "Invalid UTF-8 sequence received from client.",
+        # A WebSocket that is refused with a body, which its protocol takes for none.
+        "ASGI callable returned without completing handshake.",
+    )
+)
+"""What uvicorn logs of clients, who are told it: a log is no place that strangers can fill."""
 
 CLOSING_SECONDS = 15.0
 """A WebSocket whose client does not read is closed by its application first, with a reason. So much
@@ -58,6 +70,7 @@ class Config(uvicorn.Config):
             "ssl_keyfile": settings.ssl_keyfile,
         }
         super().__init__(app, **{**given, **more})
+        logging.getLogger("uvicorn.error").addFilter(_is_no_strangers_fault)
 
 
 class HttpProtocol(H11Protocol):
@@ -203,6 +216,10 @@ def _see(connection: Any, now: float, before: _Seen | None) -> _Seen:
         waiting,
         before.stalled_since if stalled else now,
     )
+
+
+def _is_no_strangers_fault(record: logging.LogRecord) -> bool:
+    return record.msg not in STRANGERS_FAULTS
 
 
 def _too_slow(part: str, seconds: float) -> ApiError:
