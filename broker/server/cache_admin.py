@@ -8,6 +8,7 @@ from starlette.routing import BaseRoute, Route
 
 from ..errors import CacheError
 from ..inspection import MAX_LISTED, CacheView
+from ..request import Usage
 from .bodies import decode, read, respond
 from .cache_bodies import (
     CacheQuery,
@@ -26,6 +27,7 @@ from .cache_bodies import (
 from .callers import caller
 from .errors import ApiError
 from .histories import Prompt
+from .http import unless_gone
 from .openapi import Operation
 from .prompts import PromptBody
 from .queries import whole
@@ -162,8 +164,12 @@ class CacheAdmin:
     async def warm(self, request: Request) -> Response:
         """Compute a prompt and keep it."""
         turn = self._turn(request, await read(request, PromptBody))
-        async with await self._service.generator.start(turn) as generation:
-            usage = (await generation.end()).usage
+
+        async def work() -> Usage:
+            async with await self._service.generator.start(turn) as generation:
+                return (await generation.end()).usage
+
+        usage = await unless_gone(request, work)
         answer = WarmAnswer(
             prompt_tokens=usage.prompt_tokens,
             ram_tokens=usage.ram_tokens,

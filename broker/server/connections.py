@@ -6,6 +6,7 @@ does not read; `websockets` is built on an interface that the package of that na
 """
 
 import asyncio
+import logging
 import sys
 import time
 from typing import Any, NamedTuple
@@ -28,6 +29,21 @@ SPARE_CONNECTIONS = 64
 
 MOST_HEADER_BYTES = 64 << 10
 MOST_WATCH_SECONDS = 1.0
+
+STRANGERS_FAULTS = frozenset(
+    (
+        "Invalid HTTP request received.",
+        "Unsupported upgrade request.",
+        "Invalid UTF-8 sequence received from client.",
+        # A WebSocket that is refused with a body, which its protocol takes for none.
+        "ASGI callable returned without completing handshake.",
+    )
+)
+"""What uvicorn logs of clients, who are told it: a log is no place that strangers can fill."""
+
+CLOSING_SECONDS = 15.0
+"""A WebSocket whose client does not read is closed by its application first, with a reason. So much
+longer the close may wait for that client to read again: more than uvicorn has it wait itself."""
 
 
 class Config(uvicorn.Config):
@@ -54,6 +70,7 @@ class Config(uvicorn.Config):
             "ssl_keyfile": settings.ssl_keyfile,
         }
         super().__init__(app, **{**given, **more})
+        logging.getLogger("uvicorn.error").addFilter(_is_no_strangers_fault)
 
 
 class HttpProtocol(H11Protocol):
@@ -129,7 +146,8 @@ class Watchdog:
     """Ends connections that hold a place and do nothing with it.
 
     Those whose headers are not complete after `header_seconds`, or their body after `body_seconds`;
-    and those that have taken nothing of what waits for them for `stall_seconds`.
+    and those that have taken nothing of what waits for them for `stall_seconds`; WebSockets have
+    `CLOSING_SECONDS` more.
     """
 
     def __init__(self, state: ServerState, settings: ServerSettings) -> None:
@@ -150,10 +168,14 @@ class Watchdog:
         before, self._seen = self._seen, {}
         for each in list(self._state.connections):
             self._seen[each] = seen = _see(each, now, before.get(each))
-            if now - seen.stalled_since > self._settings.stall_seconds:
+            if now - seen.stalled_since > self._patience(each):
                 each.transport.abort()
             elif isinstance(each, HttpProtocol):
                 self._hurry(each, seen, now - seen.reading_since)
+
+    def _patience(self, connection: object) -> float:
+        grace = 0.0 if isinstance(connection, HttpProtocol) else CLOSING_SECONDS
+        return self._settings.stall_seconds + grace
 
     def _hurry(self, connection: HttpProtocol, seen: "_Seen", seconds: float) -> None:
         if connection.transport.is_closing():
@@ -194,6 +216,10 @@ def _see(connection: Any, now: float, before: _Seen | None) -> _Seen:
         waiting,
         before.stalled_since if stalled else now,
     )
+
+
+def _is_no_strangers_fault(record: logging.LogRecord) -> bool:
+    return record.msg not in STRANGERS_FAULTS
 
 
 def _too_slow(part: str, seconds: float) -> ApiError:

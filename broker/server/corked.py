@@ -2,15 +2,23 @@
 
 A write of its own for each frame costs a system call, and in it Python's lock, which the engine's
 thread takes meanwhile. That is most of what a short frame costs.
+
+Frames that come are the client's choice: they may be tiny, empty, and very many. None of that may
+cost more memory than a message may have, or keep the loop from others.
 """
 
 import asyncio
 from typing import Any, cast
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import Frame
 
 MOST_BYTES = 64 << 10
 """So much is written at once, lest a client that does not read is noticed too late."""
+
+
+MOST_READ_BYTES = 16 << 10
+"""So much is read at once: thousands of the shortest frames, which take some milliseconds."""
 
 
 class CorkedProtocol(WebSocketsSansIOProtocol):
@@ -18,8 +26,25 @@ class CorkedProtocol(WebSocketsSansIOProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the connection."""
+        # How asyncio's own transports call it; others have no such bound.
+        transport.max_size = MOST_READ_BYTES  # type: ignore[attr-defined]
         corked = CorkedTransport(cast(asyncio.Transport, transport), self.loop)
         super().connection_made(cast(asyncio.Transport, corked))
+
+    def handle_cont(self, event: Frame) -> None:
+        """Take a further part of a message, of which there may be any number, into one buffer."""
+        whole = self.frames[0]
+        if not isinstance(whole, bytearray):
+            self.frames[0] = whole = bytearray(whole)  # type: ignore[assignment, call-overload]
+        whole += event.data
+        if event.fin:
+            self.send_receive_event_to_app()
+
+    def handle_ping(self) -> None:
+        """Answer a ping, unless so much waits for the client already that it cannot be reading."""
+        answers = self.conn.data_to_send()
+        if self.writable.is_set():
+            self.transport.write(b"".join(answers))
 
 
 class CorkedTransport:

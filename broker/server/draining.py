@@ -1,6 +1,6 @@
 """The end of a server in order: no new work, what runs goes on for a while."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 
@@ -12,11 +12,14 @@ from .errors import RETRY_SECONDS, ApiError
 class Draining:
     """Whether the server is about to end, and how much still runs. For the event loop's thread.
 
-    `running` counts what is inside `work`: requests over HTTP, and turns over WebSocket.
+    `running` counts what is inside `work`: requests over HTTP, and turns over WebSocket. `cut`
+    ends the turns among them; each still tells its client so.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cut: Callable[[], object] = lambda: None) -> None:
         self.running = 0
+        self.cut = cut
+        self._leaving = 0
         self._started = anyio.Event()
         self._idle = anyio.Event()
         self._scopes: set[anyio.CancelScope] = set()
@@ -42,7 +45,7 @@ class Draining:
         await self._started.wait()
 
     async def wait_idle(self) -> None:
-        """Wait until the server is about to end and no work runs any more."""
+        """Wait until the server is about to end, no work runs any more, and all have left."""
         await self._idle.wait()
 
     def check(self) -> None:
@@ -62,6 +65,16 @@ class Draining:
             self._note()
 
     @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Something idle or not that ends by itself after `start`, and is waited for."""
+        self._leaving += 1
+        try:
+            yield
+        finally:
+            self._leaving -= 1
+            self._note()
+
+    @contextmanager
     def connected(self) -> Iterator[anyio.CancelScope]:
         """The scope of one request or WebSocket, which `stop` cancels."""
         with anyio.CancelScope() as scope:
@@ -72,7 +85,7 @@ class Draining:
                 self._scopes.discard(scope)
 
     def _note(self) -> None:
-        if self.started and not self.running:
+        if self.started and not self.running and not self._leaving:
             self._idle.set()
 
 

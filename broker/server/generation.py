@@ -39,6 +39,7 @@ class Generator:
         self.broker = broker
         self.histories = histories
         self.malformed = 0
+        self.running: set[Generation] = set()
         self._default_tokens = default_tokens
 
     async def prompt(self, turn: Turn, most_tokens: int | None = None) -> Prompt:
@@ -69,6 +70,11 @@ class Generator:
         except BaseException:
             self.left(turn, prompt)
             raise
+
+    def cancel_all(self) -> None:
+        """End all that runs soon, as cancelled. Does not wait."""
+        for each in self.running:
+            each.cancel()
 
     def left(self, turn: Turn, prompt: Prompt) -> None:
         """A turn that was started with this prompt is over."""
@@ -185,6 +191,7 @@ class Generation:
         self._calls: list[Call] = []
         self._logprobs: list[TokenLogprob] = []
         self._is_over = False
+        generator.running.add(self)
 
     async def end(self) -> Ended:
         """Run to the end."""
@@ -232,6 +239,7 @@ class Generation:
     def _leave(self) -> None:
         if not self._is_over:
             self._is_over = True
+            self._generator.running.discard(self)
             self._generator.left(self.turn, self.prompt)
 
     def _pieces(self, text: str) -> list[TurnEvent]:

@@ -4,7 +4,7 @@ from http import HTTPStatus
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import ApiError
+from .errors import ApiError, invalid
 from .refusals import refusal
 
 MOST_URL_BYTES = 8 << 10
@@ -30,7 +30,8 @@ class Limits:
         error = self._fault(scope)
         if error is not None:
             request_id = scope.get("state", {}).get("request_id", "")
-            await refusal(scope["path"], error, request_id)(scope, receive, send)
+            headers = {} if scope["type"] == "websocket" else {"connection": "close"}
+            await refusal(scope["path"], error, request_id, headers)(scope, receive, send)
             return
         bounded = self._bounded(receive) if scope["type"] == "http" else receive
         await self._app(scope, bounded, send)
@@ -50,6 +51,8 @@ class Limits:
                 f"{len(headers)} headers have {size:,} bytes; there may be {MOST_HEADERS} with "
                 f"{MOST_HEADER_BYTES:,}",
             )
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in headers}:
+            return invalid("a body has a content-length or a transfer-encoding, not both")
         told = next((value for name, value in headers if name == b"content-length"), b"0")
         if told.isdigit() and int(told[:20]) > self._most:
             return self._too_large(f"{int(told[:20]):,}")

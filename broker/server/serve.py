@@ -16,7 +16,8 @@ from .listening import address
 from .settings import Adapter, ServerSettings
 
 CLOSING_SECONDS = 2
-"""So long what has been written may take to reach its clients, once everything has ended."""
+"""So long turns that are cut may take to tell their clients, and as long again what has been
+written to reach them."""
 
 
 class Server(uvicorn.Server):
@@ -55,6 +56,9 @@ class Server(uvicorn.Server):
     async def _end(self, draining: Draining) -> None:
         await draining.wait()
         with anyio.move_on_after(self._settings.drain_seconds):
+            await draining.wait_idle()
+        draining.cut()
+        with anyio.move_on_after(CLOSING_SECONDS):
             await draining.wait_idle()
         draining.stop()
         # It reports each request that is cut short as an error.

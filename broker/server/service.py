@@ -25,4 +25,5 @@ class Service(NamedTuple):
 def service_over(broker: Broker, settings: ServerSettings) -> Service:
     """What endpoints over an open broker work with."""
     generator = Generator(broker, Histories(), settings.default_tokens)
-    return Service(broker, generator, settings, Draining(), Stores.of(settings))
+    draining = Draining(generator.cancel_all)
+    return Service(broker, generator, settings, draining, Stores.of(settings))

@@ -4,8 +4,18 @@ import asyncio
 from typing import Any, cast
 
 import pytest
+from uvicorn.server import ServerState
+from websockets.client import ClientProtocol
+from websockets.uri import parse_uri
 
-from mlx_swarm.broker.server.corked import MOST_BYTES, CorkedTransport
+from mlx_swarm.broker.server.connections import Config
+from mlx_swarm.broker.server.corked import (
+    MOST_BYTES,
+    MOST_READ_BYTES,
+    CorkedProtocol,
+    CorkedTransport,
+)
+from mlx_swarm.broker.server.settings import ServerSettings
 
 pytestmark = pytest.mark.anyio
 
@@ -31,6 +41,18 @@ class Transport:
 
     def get_write_buffer_size(self) -> int:
         return 3
+
+    def get_extra_info(self, name: str) -> None:
+        return None
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
 
 
 def corked() -> tuple[Transport, CorkedTransport]:
@@ -62,3 +84,86 @@ async def test_much_is_written_at_once_and_closing_loses_nothing() -> None:
     assert transport.is_closed
     await asyncio.sleep(0)
     assert cork.is_closed
+
+
+async def settle() -> None:
+    """Let everything happen that does not wait for something outside."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+class Connected:
+    """Both ends of a WebSocket whose messages an application gets as `received`."""
+
+    def __init__(self) -> None:
+        self.received: list[dict[str, Any]] = []
+        self.transport = Transport()
+        self.client = ClientProtocol(parse_uri("ws://localhost/"))
+        config = Config(cast(Any, self._app), ServerSettings(), interface="asgi3")
+        self.protocol = CorkedProtocol(config, ServerState(), {})
+        self.protocol.connection_made(cast(Any, self.transport))
+
+    async def open(self) -> None:
+        self.client.send_request(self.client.connect())
+        self.pass_on()
+        await settle()
+        self.client.receive_data(b"".join(self.transport.writes))
+        self.transport.writes.clear()
+
+    def pass_on(self) -> None:
+        """Give the server what the client sends."""
+        self.protocol.data_received(b"".join(self.client.data_to_send()))
+
+    async def close(self) -> None:
+        self.protocol.connection_lost(None)
+        await settle()
+        assert not self.protocol.tasks
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "websocket.accept"})
+        while (message := await receive())["type"] == "websocket.receive":
+            self.received.append(message)
+
+
+async def test_pings_of_a_client_that_does_not_read_take_no_memory() -> None:
+    both = Connected()
+    await both.open()
+    both.client.send_ping(b"first")
+    both.pass_on()
+    await asyncio.sleep(0)
+    assert both.transport.writes == [b"\x8a\x05first"]
+    both.protocol.pause_writing()
+    for number in range(100):
+        both.client.send_ping(str(number).encode())
+    both.pass_on()
+    await asyncio.sleep(0)
+    assert len(both.transport.writes) == 1
+    both.protocol.resume_writing()
+    both.client.send_ping(b"last")
+    both.pass_on()
+    await asyncio.sleep(0)
+    assert both.transport.writes[1:] == [b"\x8a\x04last"]
+    await both.close()
+
+
+async def test_a_message_of_any_number_of_frames_takes_its_own_memory_alone() -> None:
+    both = Connected()
+    await both.open()
+    both.client.send_text(b"[1,", fin=False)
+    for _ in range(1000):
+        both.client.send_continuation(b"", fin=False)
+    both.client.send_continuation("ü".encode()[:1], fin=False)
+    both.pass_on()
+    assert len(both.protocol.frames) == 1
+    both.client.send_continuation("ü".encode()[1:] + b"]", fin=True)
+    both.pass_on()
+    await settle()
+    assert both.received == [{"type": "websocket.receive", "text": "[1,ü]"}]
+    await both.close()
+
+
+async def test_little_is_read_at_once() -> None:
+    both = Connected()
+    assert both.transport.max_size == MOST_READ_BYTES  # type: ignore[attr-defined]
+    await both.close()

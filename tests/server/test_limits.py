@@ -215,3 +215,30 @@ def socket_pause(seconds: float) -> None:
         left.settimeout(seconds)
         with pytest.raises(TimeoutError):
             left.recv(1)
+
+
+def test_a_body_whose_end_is_told_in_two_ways_is_refused_and_nothing_after_it_is_read() -> None:
+    two_ways = ("Content-Length: 4", "Transfer-Encoding: chunked")
+    hidden = head("POST", "/unread", "Content-Length: 0")
+    with limited() as url, connection(url) as client:
+        client.sendall(head("POST", "/", *two_ways) + b"0\r\n\r\n" + hidden)
+        answer = read_rest(client)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"transfer-encoding" in answer
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+def test_what_strangers_send_writes_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    upgrade = ("Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Version: 13")
+    key = "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA=="
+    with limited() as url:
+        for bad in (b"no http\r\n\r\n", head("GET", "/ws", *upgrade, key, host="evil.example")):
+            with connection(url) as client:
+                client.sendall(bad)
+                assert read_rest(client)
+        with connection(url) as client:
+            client.sendall(head("GET", "/ws", *upgrade, key))
+            assert client.recv(1000).startswith(b"HTTP/1.1 101 ")
+            client.sendall(b"\x81\x81\0\0\0\0\xff")
+            assert read_rest(client)
+    assert [each for each in caplog.records if each.name.startswith("uvicorn")] == []

@@ -1,10 +1,12 @@
 """The Responses API over WebSocket where clients are slow, drop, and come back."""
 
+import json
 import tracemalloc
 from contextlib import suppress
 from typing import Any
 
 import anyio
+import httpx
 import pytest
 from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
@@ -227,3 +229,42 @@ async def test_each_lane_is_an_agent_unless_the_request_names_one() -> None:
         agents = [event.agent for event in found if isinstance(event, Queued)]
         assert agents[0] == agents[2] != agents[1]
         assert [agent.rpartition("/")[2] for agent in agents] == ["a", "b", "a", "named", "known"]
+
+
+async def test_what_waits_for_a_slow_client_reaches_it_before_the_end() -> None:
+    settings = ServerSettings(outbox_bytes=50_000_000)
+    async with running(settings=settings) as server:
+        client = await no_reader(server)
+        for number in range(60):
+            await large(client, number)
+        await server.check_idle(responses=60)
+        server.service.draining.start()
+        await anyio.sleep(0.05)
+        client.transport.resume_reading()
+        found = [json.loads(message) async for message in client]
+        assert sum(event["type"] in ENDS for event in found) == 60
+        assert client.close_code == 1001
+
+
+async def test_turns_that_outlast_the_drain_are_told_to_have_ended() -> None:
+    settings = ServerSettings(drain_seconds=0.05)
+    fields = {"stream": True, "max_tokens": 4000, "min_tokens": 4000}
+    messages = [{"role": "user", "content": "hi"}]
+    async with (
+        running(LONG, settings=settings) as server,
+        server.connect() as client,
+        httpx.AsyncClient() as http,
+        http.stream(
+            "POST", f"{server.url}/chat/completions", json={"messages": messages, **fields}
+        ) as stream,
+    ):
+        lines = stream.aiter_lines()
+        await anext(lines)
+        await create(client, max_output_tokens=4000, min_tokens=4000)
+        await hear(client)
+        server.service.draining.start()
+        assert [line async for line in lines if line][-1].startswith('data: {"error"')
+        last = (await events(client))[-1]["response"]
+        assert (last["status"], last["incomplete_details"]) == ("cancelled", None)
+        await client.wait_closed()
+        assert client.close_code == 1001

@@ -22,6 +22,7 @@ from ..callers import caller
 from ..errors import ApiError, api_error, invalid
 from ..openapi import Operation
 from ..service import Service
+from ..settings import ServerSettings
 from ..turn import Caller
 from ..visibility import Sight, seen_by
 from .client_events import Cancel, Head, Resume, Subscribe, Unsubscribe, decode_create
@@ -116,15 +117,19 @@ class Connection:
         """Serve the client until it goes away or the connection is closed."""
         settings = self.service.settings
         await self._socket.accept()
+        with self.service.draining.leaving():
+            await self._serve(settings)
+            if self._close is not None:
+                with anyio.move_on_after(CLOSE_SECONDS):
+                    await self._closed(*self._close)
+
+    async def _serve(self, settings: ServerSettings) -> None:
         async with anyio.create_task_group() as tasks:
             self._scope = tasks.cancel_scope
             self._lanes = Lanes(tasks, settings.max_lanes, 2 * settings.max_body)
             self._subscriptions = Subscriptions(tasks)
             for each in (self._read, self._write, self._watch, self._leave):
                 tasks.start_soon(each)
-        if self._close is not None:
-            with anyio.move_on_after(CLOSE_SECONDS):
-                await self._closed(*self._close)
 
     async def refuse(self, error: Exception, stream_id: str | None) -> None:
         """Tell the client what is wrong."""
