@@ -20,7 +20,7 @@ def serve(**options: Any) -> None:
     """Serve a model over OpenAI's and Anthropic's APIs.
 
     Every option can also stand in a TOML file, as max_rows = 64, or in the environment, as
-    MLX_SWARM_MAX_ROWS. API keys are in a file, in MLX_SWARM_API_KEY, or in [[api_keys]] of TOML.
+    MLX_SWARM_MAX_ROWS. API keys are in a file, in MLX_SWARM_API_KEY, or in the file's api_keys.
     """
     file = options.pop("config")
     given = {name: value for name, value in options.items() if value not in (None, [])}
