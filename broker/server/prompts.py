@@ -1,60 +1,15 @@
 """A prompt in the body of an administrative request: messages, text or tokens."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from ..request import Message, Tool, ToolCall
+from .chat.messages import messages_of, tools_of
+from .chat.wire import MessageBody, ToolBody
 from .errors import invalid
 from .turn import Conversation
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-
-
-class TextPart(Struct, tag_field="type", tag="text"):
-    text: str
-
-
-class FunctionCall(Struct):
-    name: str
-    arguments: str = "{}"
-
-
-class CallBody(Struct):
-    function: FunctionCall
-    id: str = ""
-
-
-class MessageBody(Struct):
-    """A message as chat completions have it."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    tool_calls: list[CallBody] | None = None
-    tool_call_id: str = ""
-    name: str = ""
-
-    def message(self) -> Message:
-        """What the chat template gets."""
-        parts = self.content or ""
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        calls = tuple(
-            ToolCall(each.id, each.function.name, each.function.arguments)
-            for each in self.tool_calls or ()
-        )
-        return Message(
-            self.role, text, tool_calls=calls, tool_call_id=self.tool_call_id, name=self.name
-        )
-
-
-class FunctionBody(Struct):
-    name: str
-    description: str = ""
-    parameters: dict[str, Any] | None = None
-
-
-class ToolBody(Struct):
-    function: FunctionBody
 
 
 class PromptBody(Struct, kw_only=True):
@@ -90,8 +45,5 @@ class PromptBody(Struct, kw_only=True):
         return value if isinstance(value, str) else tuple(value)  # type: ignore[arg-type]
 
     def _conversation(self, messages: list[MessageBody]) -> Conversation:
-        tools = tuple(
-            Tool(each.function.name, each.function.description, each.function.parameters)
-            for each in self.tools or ()
-        )
-        return Conversation(messages=tuple(each.message() for each in messages), tools=tools)
+        tools = tools_of([each.function for each in self.tools or ()])
+        return Conversation(messages=messages_of(messages), tools=tools)

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from ...messages import Message, ToolCall
+from ...messages import Message, Tool, ToolCall
 from ..errors import invalid
-from .wire import CallBody, FunctionCall, MessageBody, Part
+from .wire import CallBody, FunctionBody, FunctionCall, MessageBody, Part
 
 NO_ARGUMENTS = "{}"
 
@@ -14,6 +14,11 @@ def messages_of(bodies: Sequence[MessageBody]) -> tuple[Message, ...]:
     if not bodies:
         raise invalid("messages is empty; give at least one", "messages")
     return tuple(_message(each, f"messages[{number}]") for number, each in enumerate(bodies))
+
+
+def tools_of(functions: Sequence[FunctionBody]) -> tuple[Tool, ...]:
+    """The tools that functions are."""
+    return tuple(Tool(each.name, each.description or "", each.parameters) for each in functions)
 
 
 def _message(body: MessageBody, where: str) -> Message:

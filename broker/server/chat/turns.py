@@ -12,7 +12,7 @@ from ..errors import invalid
 from ..openai_fields import check_top, choice_seed
 from ..settings import ServerSettings
 from ..turn import Caller, Conversation, Turn
-from .messages import messages_of
+from .messages import messages_of, tools_of
 from .wire import ChatBody, ChosenTool, FunctionName, ResponseFormat
 
 WITHOUT_THINKING = ("none", "minimal")
@@ -74,7 +74,7 @@ def speaks_functions(body: ChatBody) -> bool:
 
 def _tools(body: ChatBody) -> tuple[Tool, ...]:
     functions = [tool.function for tool in body.tools] if body.tools else body.functions or []
-    return tuple(Tool(each.name, each.description or "", each.parameters) for each in functions)
+    return tools_of(functions)
 
 
 def _tool_choice(body: ChatBody) -> ToolChoice:

@@ -16,11 +16,12 @@ from ...messages import Message
 from ..errors import ApiError, api_error
 from ..generation import Generation
 from ..service import Service
+from ..token_texts import TokenTexts
 from ..turn import Call, Caller, Ended, ReasoningDelta, TextDelta, TurnEvent
 from .conversations import conversation
 from .events import Completed, Created, Failed, Incomplete, InProgress, Lifecycle, ResponseEvent
 from .items import input_items
-from .logprobs import TokenTexts
+from .logprobs import logprobs_of
 from .objects import (
     IncompleteDetails,
     InputDetails,
@@ -135,7 +136,7 @@ class ResponseRun:
         self._items = items
         self._previous = previous
         self._output = OutputWriter()
-        self._texts = TokenTexts(service.broker, generation.turn.model)
+        self._texts = TokenTexts(service.broker.chat_format(generation.turn.model))
         self._events: AsyncGenerator[ResponseEvent, None] | None = None
         stores.live.add(self)
         weakref.finalize(self, self.ring.close)
@@ -206,7 +207,7 @@ class ResponseRun:
     async def _told(self, event: TurnEvent) -> Iterable[ResponseEvent]:
         match event:
             case TextDelta():
-                logprobs = await self._texts.logprobs(event.logprobs)
+                logprobs = await logprobs_of(event.logprobs, self._texts)
                 return self._output.text(event.text, logprobs)
             case ReasoningDelta():
                 return self._output.reasoning(event.text)
