@@ -4,17 +4,23 @@ import logging
 import traceback
 from contextlib import nullcontext
 
+import anyio
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .draining import Draining, draining_error
 from .errors import ApiError, api_error
-from .refusals import new_request_id, refusal
+from .http import frame
+from .refusals import error_body, is_anthropic, new_request_id, refusal
 
 LOGGER = logging.getLogger("mlx_swarm.server")
 
 READING = ("GET", "HEAD", "OPTIONS")
 """Methods that start nothing. They are answered until the end, and nobody waits for them."""
+
+EVENTS = "text/event-stream"
+LAST_SECONDS = 1.0
+"""So long a client that does not read keeps the last event of its stream waiting."""
 
 GOING_AWAY = 1001
 INTERNAL_ERROR = 1011
@@ -47,6 +53,7 @@ class Front:
                 error = api_error(raised)
                 _log(raised, scope, request_id)
         if connected.cancelled_caught:
+            await client.end_stream(scope, draining_error())
             await client.end(scope, receive, draining_error(), GOING_AWAY)
         elif error is not None:
             await client.end(scope, receive, error, INTERNAL_ERROR)
@@ -79,6 +86,7 @@ class _Client:
         self._request_id = request_id
         self._is_answered = False
         self._is_over = False
+        self._is_stream = False
 
     async def send(self, message: Message) -> None:
         """Pass a message on; the first of an answer bears the request's name."""
@@ -86,9 +94,22 @@ class _Client:
         if kind in ("http.response.start", "websocket.http.response.start", "websocket.accept"):
             self._is_answered = True
             message.setdefault("headers", [])
-            MutableHeaders(scope=message)["x-request-id"] = self._request_id
-        self._is_over = self._is_over or kind == "websocket.close"
+            headers = MutableHeaders(scope=message)
+            headers["x-request-id"] = self._request_id
+            self._is_stream = headers.get("content-type", "").startswith(EVENTS)
+        is_last = kind == "http.response.body" and not message.get("more_body", False)
+        self._is_over = self._is_over or is_last or kind == "websocket.close"
         await self._send(message)
+
+    async def end_stream(self, scope: Scope, error: ApiError) -> None:
+        """End server-sent events that were cut between two of them with an error as the last."""
+        if not self._is_stream or self._is_over:
+            return
+        path = scope["path"]
+        body = error_body(path, error, self._request_id)
+        last = frame(body, "error" if is_anthropic(path) else None)
+        with anyio.move_on_after(LAST_SECONDS):
+            await self.send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def end(self, scope: Scope, receive: Receive, error: ApiError, code: int) -> None:
         """End a request that nobody answers any more. What has begun as HTTP is cut short."""
