@@ -76,6 +76,13 @@ def parse_calls(
     return calls if calls and all(call.name in names for call in calls) else None
 
 
+def json_text(value: Any, *, allow_nan: bool = True) -> str:
+    """A value as JSON that UTF-8 can hold: without halves of surrogate pairs, which JSON may have
+    as \\ud800. Without `allow_nan` raises `ValueError` for what is not finite."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=allow_nan)
+    return LONE_SURROGATE.sub("\ufffd", text)
+
+
 def _call(parsed: Any) -> CallPiece:
     """Raises `ValueError`, `TypeError` or `KeyError` for what is no call."""
     name = parsed["name"]
@@ -86,6 +93,4 @@ def _call(parsed: Any) -> CallPiece:
         arguments = {}
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
         raise ValueError("a call has a name and an object of arguments")
-    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    # Half a surrogate pair, which models write as \ud800, cannot be sent as UTF-8.
-    return CallPiece(name, LONE_SURROGATE.sub("\ufffd", text))
+    return CallPiece(name, json_text(arguments, allow_nan=False))

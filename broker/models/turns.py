@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,11 @@ import msgspec
 from ..messages import Message, Tool, ToolCall
 from .generic_tools import call_text, result_text, tools_text
 from .template import CallForm, Traits, Turn, call_turn, function
+from .tool_syntax import json_text
 
 SHORT = 9
+HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""A half of a surrogate pair, as JSON has it."""
 
 
 def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
@@ -117,12 +121,10 @@ class Turns:
         return _complete(call_turn(form, message.content, calls), message)
 
     def _call(self, call: ToolCall) -> tuple[str, str, str, dict[str, Any]]:
-        return (
-            self._identifier(call.id),
-            call.name,
-            call.arguments,
-            json.loads(call.arguments),
-        )
+        arguments = json.loads(call.arguments)
+        if HALF.search(call.arguments):
+            arguments = json.loads(json_text(arguments))
+        return self._identifier(call.id), call.name, call.arguments, arguments
 
     def _identifier(self, identifier: str) -> str:
         form: CallForm | None = self._calls

@@ -309,5 +309,11 @@ class Generation:
             return None
         chat = self._generator.broker.chat_format(self.turn.model)
         raw = await to_thread.run_sync(chat.decode, completed.tokens)
-        rest = raw[len(completed.text) :]
-        return next((stop for stop in self.turn.stop if rest.startswith(stop)), None)
+        # The text may lack the space that the first token begins with.
+        for text in (raw, raw.removeprefix(" ")):
+            if text.startswith(completed.text):
+                rest = text[len(completed.text) :]
+                for stop in self.turn.stop:
+                    if rest.startswith(stop):
+                        return stop
+        return None

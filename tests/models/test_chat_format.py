@@ -54,6 +54,18 @@ def in_order(text: str, *words: str) -> bool:
     return places == sorted(places) and -1 not in places
 
 
+@every_model
+def test_half_a_character_in_the_arguments_of_a_call_is_told(name: str) -> None:
+    call = ToolCall(
+        "call_1", "get_weather", r'{"city": "a\ud83d", "\udc4b": "\ud83d\udc4b", "n": 1e999}'
+    )
+    rendered = MODELS[name].chat.render(
+        [*WORKED[:2], Message("assistant", "", (call,)), *WORKED[3:4], WORKED[5]], [WEATHER]
+    )
+    assert rendered.tokens
+    assert "get_weather" in rendered.text
+
+
 def test_a_text_that_is_certain_to_be_too_long_is_not_cut_into_tokens() -> None:
     chat = MODELS["generic"].chat
     assert chat.render([Message("user", "a" * 100)], most_tokens=256).tokens

@@ -131,6 +131,18 @@ async def test_after_a_stop_string_the_hit_ends_before_it(generator: Generator) 
     assert await generator.broker.decode(again.prompt) == rendered.text
 
 
+async def test_a_stop_string_is_named_though_the_output_began_with_a_space(
+    generator: Generator,
+) -> None:
+    """The text of an output leaves out the space that its first token begins with."""
+    asked = Turn(
+        prompt=(1, 2, 3), max_tokens=8, grammar=Grammar(regex=" [a-z]{3}[.]"), stop=("zz", ".")
+    )
+    async with await generator.start(asked) as generation:
+        ended = await generation.end()
+    assert (len(ended.text.strip()), ended.stop_sequence) == (3, ".")
+
+
 async def test_calls_and_their_results_compute_what_is_new(
     generator: Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

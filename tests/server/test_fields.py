@@ -71,3 +71,16 @@ def test_what_the_engine_refuses_names_its_field(
     request = head("POST", f"/v1/{path}", f"Content-Length: {len(data)}") + data
     status, _, answer = exchange(url, request)
     assert (status, error_of(answer)["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("length", [3000, 10**6])
+def test_a_message_that_is_too_long_is_refused_in_the_words_that_clients_know(
+    url: str, length: int
+) -> None:
+    message = {"role": "user", "content": "a" * length}
+    data = msgspec.json.encode({"model": "", "messages": [message], "max_tokens": 1})
+    request = head("POST", "/v1/messages", f"Content-Length: {len(data)}") + data
+    status, _, answer = exchange(url, request)
+    error = msgspec.json.decode(answer)["error"]
+    assert (status, error["type"]) == (400, "invalid_request_error")
+    assert error["message"].startswith("prompt is too long: ")
