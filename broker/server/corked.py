@@ -17,8 +17,8 @@ MOST_BYTES = 64 << 10
 """So much is written at once, lest a client that does not read is noticed too late."""
 
 
-MOST_READ_BYTES = 16 << 10
-"""So much is read at once: thousands of the shortest frames, which take some milliseconds."""
+MOST_READ_BYTES = 4 << 10
+"""So much is read at once: hundreds of the shortest frames, which take some milliseconds."""
 
 
 class CorkedProtocol(WebSocketsSansIOProtocol):
