@@ -8,11 +8,13 @@ from starlette.routing import BaseRoute, Route
 
 from ..errors import CacheError
 from ..inspection import MAX_LISTED, CacheView
+from ..trace.events import Divergence
 from .bodies import decode, read, respond
 from .cache_bodies import (
     CacheQuery,
     ClearAnswer,
     ClearQuery,
+    DivergenceBody,
     EntryList,
     FlushAnswer,
     FlushBody,
@@ -138,7 +140,7 @@ class CacheAdmin:
             prefill_tokens=plan.to_prefill,
             donor=plan.donor,
             reason=reason_for(seen_by(request, self._service), plan.reason),
-            divergence=plan.divergence,
+            divergence=await self._told(plan.divergence, body.model),
             boundaries=prompt.boundaries,
         )
         return respond(answer)
@@ -177,6 +179,19 @@ class CacheAdmin:
         body = decode(FlushBody, await request.body() or b"{}")
         left = await self._view.flush(body.seconds, tenant=seen_by(request, self._service))
         return respond(FlushAnswer(writes_left=left.writes, bytes_left=left.bytes))
+
+    async def _told(self, divergence: Divergence | None, model: str) -> DivergenceBody | None:
+        """A divergence with the texts of its tokens."""
+        if divergence is None:
+            return None
+        stored, wanted = divergence.stored, divergence.wanted
+        return DivergenceBody(
+            index=divergence.index,
+            stored=stored,
+            wanted=wanted,
+            stored_text=await self._service.broker.decode([stored], model=model),
+            wanted_text=await self._service.broker.decode([wanted], model=model),
+        )
 
     async def _prompt(self, request: Request, body: PromptBody) -> Prompt:
         return await self._service.generator.prompt(self._turn(request, body))
