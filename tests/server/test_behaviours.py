@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -111,6 +112,17 @@ def test_13_what_is_streamed_is_stored_as_what_is_not(http: httpx.Client) -> Non
     assert stored[0] == stored[1] != []
 
 
+def test_21_an_identical_resend_joins_the_prefill_that_runs(http: httpx.Client) -> None:
+    asked: dict[str, Any] = {"prompt": LONG, "max_tokens": 1}
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(post, http, "/v1/completions", **asked)
+        http.get(PREFILLING).raise_for_status()
+        second = post(http, "/v1/completions", **asked)
+        replies = first.result(), second
+    found = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in replies]
+    assert found == [0, len(LONG) - 1]
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_32_who_leaves_while_the_prompt_is_computed_stops_it_and_finds_that_part_again(
     http: httpx.Client, stream: bool
@@ -147,6 +159,23 @@ def test_34_what_an_abandoned_request_computed_changes_no_reply(http: httpx.Clie
     for after in (0, 1, 0, 600):
         leave(http, after=after, stream=True, **{**asked, **ENDLESS})
         assert post(http, "/v1/completions", **asked)["choices"][0]["text"] == alone
+
+
+def test_only_who_comes_past_the_long_queue_is_told_to_come_again() -> None:
+    with (
+        serving(MODEL, routes=_routes, max_rows=1, max_queue=1) as url,
+        httpx.Client(base_url=url, timeout=60) as http,
+        http.stream(
+            "POST", "/v1/completions", json={"prompt": [5], **ENDLESS, "stream": True}
+        ) as a,
+        http.stream(
+            "POST", "/v1/completions", json={"prompt": [6], **ENDLESS, "stream": True}
+        ) as b,
+    ):
+        assert (a.status_code, b.status_code) == (200, 200)
+        refused = http.post("/v1/completions", json={"prompt": [7]})
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "2")
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
 
 
 def test_35_what_has_no_memory_fails_alone_and_the_server_lives() -> None:
