@@ -1,7 +1,14 @@
-"""The JSON schemas of tools, as a grammar of calls needs them."""
+"""The JSON schemas of tools, as a grammar of calls needs them.
+
+A schema that llguidance cannot follow, say for a pattern that looks ahead, holds nobody up: what it
+describes may be anything of its kind then, and it is the tool that refuses it.
+"""
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
+
+from llguidance import LLMatcher, grammar_from
 
 from ..messages import Tool
 from .lark import json_rule
@@ -23,7 +30,7 @@ class Property(NamedTuple):
 
 def arguments_rule(tool: Tool) -> str:
     """The arguments of a tool as a JSON object."""
-    return json_rule({"type": "object", **(tool.parameters or {})})
+    return _rule({"type": "object", **(tool.parameters or {})}, {"type": "object"})
 
 
 def properties(tool: Tool) -> list[Property]:
@@ -49,8 +56,19 @@ def _property(name: str, schema: Any, is_required: bool, shared: Mapping[str, An
     is_enum = isinstance(enum, list) and bool(enum) and all(isinstance(each, str) for each in enum)
     return Property(
         name=name,
-        rule=json_rule({**shared, **schema}),
+        rule=_rule({**shared, **schema}, {}),
         is_required=is_required,
         is_json=isinstance(kind, str) and kind in JSON_TYPES,
         options=tuple(enum) if is_enum and enum else (),
     )
+
+
+def _rule(schema: Mapping[str, Any], otherwise: Mapping[str, Any]) -> str:
+    """JSON of a schema, or of another one where that cannot be followed."""
+    rule = json_rule(schema)
+    return rule if _can_be_followed(rule.removeprefix("%json ")) else json_rule(otherwise)
+
+
+@lru_cache(maxsize=1024)
+def _can_be_followed(schema: str) -> bool:
+    return not LLMatcher.validate_grammar(grammar_from("json_schema", schema))

@@ -6,14 +6,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from ..errors import CacheError
+from ..errors import CacheError, InvalidRequest
 from ..inspection import MAX_LISTED, CacheView
 from ..request import Usage
+from ..trace.events import Divergence
 from .bodies import decode, read, respond
 from .cache_bodies import (
     CacheQuery,
     ClearAnswer,
     ClearQuery,
+    DivergenceBody,
     EntryList,
     FlushAnswer,
     FlushBody,
@@ -25,7 +27,7 @@ from .cache_bodies import (
     namespace_of,
 )
 from .callers import caller
-from .errors import ApiError
+from .errors import ApiError, api_error
 from .histories import Prompt
 from .http import unless_gone
 from .openapi import Operation
@@ -140,7 +142,7 @@ class CacheAdmin:
             prefill_tokens=plan.to_prefill,
             donor=plan.donor,
             reason=reason_for(seen_by(request, self._service), plan.reason),
-            divergence=plan.divergence,
+            divergence=await self._told(plan.divergence, body.model),
             boundaries=prompt.boundaries,
         )
         return respond(answer)
@@ -166,8 +168,11 @@ class CacheAdmin:
         turn = self._turn(request, await read(request, PromptBody))
 
         async def work() -> Usage:
-            async with await self._service.generator.start(turn) as generation:
-                return (await generation.end()).usage
+            try:
+                async with await self._service.generator.start(turn) as generation:
+                    return (await generation.end()).usage
+            except InvalidRequest as error:
+                raise api_error(error, names={}) from error
 
         usage = await unless_gone(request, work)
         answer = WarmAnswer(
@@ -183,6 +188,19 @@ class CacheAdmin:
         body = decode(FlushBody, await request.body() or b"{}")
         left = await self._view.flush(body.seconds, tenant=seen_by(request, self._service))
         return respond(FlushAnswer(writes_left=left.writes, bytes_left=left.bytes))
+
+    async def _told(self, divergence: Divergence | None, model: str) -> DivergenceBody | None:
+        """A divergence with the texts of its tokens."""
+        if divergence is None:
+            return None
+        stored, wanted = divergence.stored, divergence.wanted
+        return DivergenceBody(
+            index=divergence.index,
+            stored=stored,
+            wanted=wanted,
+            stored_text=await self._service.broker.decode([stored], model=model),
+            wanted_text=await self._service.broker.decode([wanted], model=model),
+        )
 
     async def _prompt(self, request: Request, body: PromptBody) -> Prompt:
         return await self._service.generator.prompt(self._turn(request, body))

@@ -6,7 +6,6 @@ from msgspec import Struct
 
 from ..cache.listing import ListedEntry
 from ..inspection import DEFAULT_LISTED, NamespaceView
-from ..trace.events import Divergence
 from .prompts import PromptBody
 from .visibility import reason_for
 
@@ -73,6 +72,16 @@ class EntryList(Struct, frozen=True, kw_only=True, tag_field="object", tag="cach
     data: tuple[ListedEntry, ...]
 
 
+class DivergenceBody(Struct, frozen=True, kw_only=True):
+    """Where a prompt leaves what is stored: the two tokens at `index`, and what they decode to."""
+
+    index: int
+    stored: int
+    wanted: int
+    stored_text: str
+    wanted_text: str
+
+
 class PlanAnswer(Struct, frozen=True, kw_only=True):
     """Where the KV of a prompt would come from: `prompt_tokens` is the sum of the three below."""
 
@@ -83,7 +92,7 @@ class PlanAnswer(Struct, frozen=True, kw_only=True):
     prefill_tokens: int
     donor: str | None
     reason: str | None
-    divergence: Divergence | None
+    divergence: DivergenceBody | None
     boundaries: tuple[int, ...]
 
 

@@ -188,6 +188,17 @@ def test_keywords_that_no_grammar_knows_are_passed_over() -> None:
     assert allows(model, grammar, '<tool_call>{"name": "f", "arguments": {"a": "b"}}</tool_call>')
 
 
+@pytest.mark.parametrize("odd", [{"pattern": "^(?=x)y"}, {"$ref": "#/nowhere"}])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_schema_that_no_grammar_can_follow_leaves_its_tool_free(
+    choice: ToolChoice, odd: dict[str, Any]
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", **odd}}}
+    grammar = SPELT.chat.grammar([Tool("f", "", schema), CLOSED], choice)
+    assert allows(SPELT, grammar, '<tool_call>{"name": "f", "arguments": {"a": "b"}}</tool_call>')
+    assert allows(SPELT, grammar, CALL)
+
+
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_without_parallel_there_is_one_call_at_most(choice: ToolChoice) -> None:
     for parallel in (True, False):

@@ -160,7 +160,7 @@ class TestCache:
             ("plan", {"text": "a", "model": "none"}, 404, "model"),
             ("pin", {"text": "a", "seconds": -1}, 400, None),
             ("pin", {"text": "a", "seconds": 1e9}, 400, None),
-            ("warm", {"tokens": [100000]}, 400, None),
+            ("warm", {"tokens": [100000]}, 400, "tokens"),
             ("flush", {"seconds": 1e9}, 400, None),
             ("plan", {"messages": [{"role": "nobody"}]}, 400, "messages[0].role"),
         ],
