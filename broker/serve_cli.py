@@ -33,9 +33,9 @@ def serve(**options: Any) -> None:
 def _serve(settings: ServerSettings) -> None:
     import anyio
 
+    from .server.entrance.listening import check_certificate, listen
+    from .server.entrance.security import check_binding
     from .server.job import run
-    from .server.listening import check_certificate, listen
-    from .server.security import check_binding
 
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     check_binding(settings)

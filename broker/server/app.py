@@ -12,20 +12,20 @@ from starlette.routing import BaseRoute
 
 from ..broker import Broker
 from ..errors import SwarmError
-from . import cache_admin, health, metrics, model_routes, text_routes, trace_feed
+from .admin import cache_admin, health, metrics, model_routes, text_routes, trace_feed
 from .chat import routes as chat
 from .completions import routes as completions
-from .draining import Draining
+from .entrance.draining import Draining
+from .entrance.front import Front, Gate
+from .entrance.limits import Limits
+from .entrance.refusals import refusal
+from .entrance.security import Security
 from .errors import ApiError, api_error
-from .front import Front, Gate
 from .http import CLIENT_CLOSED_REQUEST, Gone
-from .limits import Limits
 from .messages import routes as messages
 from .openapi import Operation, openapi_routes
-from .refusals import refusal
 from .responses import routes as responses
 from .responses import socket as responses_socket
-from .security import Security
 from .service import Service, service_over
 from .settings import ServerSettings
 

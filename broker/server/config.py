@@ -17,7 +17,7 @@ import msgspec
 
 from ..errors import InvalidSetting
 from ..sizes import parse_size
-from .keys import checked, distinct, keys_of_file, parse_key
+from .entrance.keys import checked, distinct, keys_of_file, parse_key
 from .settings import SIZES, ApiKey, ServerSettings
 
 PREFIX = "MLX_SWARM_"

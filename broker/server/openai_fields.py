@@ -13,7 +13,7 @@ from ..errors import InvalidRequest
 from ..request import MAX_STOPS, MAX_TOP_LOGPROBS
 from ..sampling import Sampling
 from .errors import ApiError, invalid
-from .turn import Ended
+from .turns.turn import Ended
 
 MAX_CHOICES = 128
 

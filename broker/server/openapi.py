@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from .bodies import respond
-from .refusals import is_anthropic
+from .entrance.refusals import is_anthropic
 
 SCHEMAS = "#/components/schemas/{name}"
 COMMON_ERRORS = (400, 401, 403, 414, 431, 500)

@@ -10,9 +10,9 @@ import uvicorn
 from starlette.applications import Starlette
 
 from ..broker import Broker
-from .connections import Config, Watchdog
-from .draining import Draining
-from .listening import address
+from .entrance.connections import Config, Watchdog
+from .entrance.draining import Draining
+from .entrance.listening import address
 from .settings import Adapter, ServerSettings
 
 CLOSING_SECONDS = 2

@@ -3,11 +3,11 @@
 from typing import NamedTuple
 
 from ..broker import Broker
-from .draining import Draining
-from .generation import Generator
-from .histories import Histories
+from .entrance.draining import Draining
 from .responses.store import Stores
 from .settings import ServerSettings
+from .turns.generation import Generator
+from .turns.histories import Histories
 
 
 class Service(NamedTuple):

@@ -14,21 +14,21 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_swarm.broker import Broker
-from mlx_swarm.broker.server import (
+from mlx_swarm.broker.server.admin import (
     cache_admin,
     metrics,
     model_routes,
     text_routes,
     trace_feed,
 )
+from mlx_swarm.broker.server.admin.prompts import PromptBody
 from mlx_swarm.broker.server.app import application
 from mlx_swarm.broker.server.bodies import read, respond
-from mlx_swarm.broker.server.callers import caller
 from mlx_swarm.broker.server.openapi import Operation
-from mlx_swarm.broker.server.prompts import PromptBody
 from mlx_swarm.broker.server.service import Service, service_over
 from mlx_swarm.broker.server.settings import ApiKey, ServerSettings
-from mlx_swarm.broker.server.turn import Turn
+from mlx_swarm.broker.server.turns.callers import caller
+from mlx_swarm.broker.server.turns.turn import Turn
 from tests.server.serving import serving
 
 KEYED = ServerSettings(api_keys=(ApiKey("one", "first"), ApiKey("two", "second")))

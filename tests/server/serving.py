@@ -12,8 +12,8 @@ from starlette.routing import BaseRoute
 
 from mlx_swarm.broker import Broker
 from mlx_swarm.broker.server.app import create_app, guarded
-from mlx_swarm.broker.server.draining import Draining
-from mlx_swarm.broker.server.listening import listen
+from mlx_swarm.broker.server.entrance.draining import Draining
+from mlx_swarm.broker.server.entrance.listening import listen
 from mlx_swarm.broker.server.serve import Server
 from mlx_swarm.broker.server.service import Service, service_over
 from mlx_swarm.broker.server.settings import ServerSettings

@@ -11,7 +11,7 @@ from websockets.asyncio.client import ClientConnection, connect
 
 from mlx_swarm.broker import Broker
 from mlx_swarm.broker.server.app import create_app
-from mlx_swarm.broker.server.listening import listen
+from mlx_swarm.broker.server.entrance.listening import listen
 from mlx_swarm.broker.server.serve import Server
 from mlx_swarm.broker.server.service import Service
 from mlx_swarm.broker.server.settings import ServerSettings

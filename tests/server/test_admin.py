@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mlx_swarm.broker.server.cache_bodies import (
+from mlx_swarm.broker.server.admin.cache_bodies import (
     ClearAnswer,
     EntryList,
     FlushAnswer,
@@ -18,9 +18,9 @@ from mlx_swarm.broker.server.cache_bodies import (
     PlanAnswer,
     WarmAnswer,
 )
-from mlx_swarm.broker.server.model_routes import ModelList
-from mlx_swarm.broker.server.text_routes import Detokenized, Tokenized
-from mlx_swarm.broker.server.trace_feed import TraceAnswer
+from mlx_swarm.broker.server.admin.model_routes import ModelList
+from mlx_swarm.broker.server.admin.text_routes import Detokenized, Tokenized
+from mlx_swarm.broker.server.admin.trace_feed import TraceAnswer
 from mlx_swarm.broker.trace import events
 from tests.server.administered import KEYED, SURFACES, administered, client
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from mlx_swarm.broker.models import load
 from mlx_swarm.broker.models.tokenizer_building import from_gguf
-from mlx_swarm.broker.server.alignment import Ids, align
+from mlx_swarm.broker.server.turns.alignment import Ids, align
 
 SMOLLM2 = "synthetic:llama?layers=1&hidden=32&heads=2&tokenizer=smollm2-135m"
 BYTES = "synthetic:llama?layers=1&hidden=32&heads=2"

@@ -9,13 +9,13 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from mlx_swarm.broker.request import Sampling
-from mlx_swarm.broker.server.answering import answered, streamed_answer, whole_answer
-from mlx_swarm.broker.server.choices import Choices, Events
 from mlx_swarm.broker.server.errors import ApiError, invalid
-from mlx_swarm.broker.server.generation import Generator
-from mlx_swarm.broker.server.histories import Histories
 from mlx_swarm.broker.server.service import Service
-from mlx_swarm.broker.server.turn import Ended, Turn
+from mlx_swarm.broker.server.turns.answering import answered, streamed_answer, whole_answer
+from mlx_swarm.broker.server.turns.choices import Choices, Events
+from mlx_swarm.broker.server.turns.generation import Generator
+from mlx_swarm.broker.server.turns.histories import Histories
+from mlx_swarm.broker.server.turns.turn import Ended, Turn
 from tests.server.idle import IDLE, idle_route
 from tests.server.serving import serving
 from tests.tiny_broker import TINY, check_idle, tiny

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from mlx_swarm.broker.request import Request as Prompt
-from mlx_swarm.broker.server.health import routes as health_routes
+from mlx_swarm.broker.server.admin.health import routes as health_routes
 from mlx_swarm.broker.server.service import Service
 from tests.server.raw import exchange, head
 from tests.server.serving import serving

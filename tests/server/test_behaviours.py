@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Route
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from mlx_swarm.broker.server import cache_admin, health
+from mlx_swarm.broker.server.admin import cache_admin, health
 from mlx_swarm.broker.server.chat import routes as chat
 from mlx_swarm.broker.server.completions import routes as completions
 from mlx_swarm.broker.server.responses import socket as responses_socket

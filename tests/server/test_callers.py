@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from mlx_swarm.broker.server.callers import LONGEST_NAME, caller
 from mlx_swarm.broker.server.errors import ApiError
-from mlx_swarm.broker.server.turn import Caller
+from mlx_swarm.broker.server.turns.callers import LONGEST_NAME, caller
+from mlx_swarm.broker.server.turns.turn import Caller
 
 SESSION = "0a1b2c3d-0000-4000-8000-123456789abc"
 

@@ -16,7 +16,7 @@ from mlx_swarm.broker.server.completions.turns import turns_of as completion_tur
 from mlx_swarm.broker.server.completions.wire import CompletionBody
 from mlx_swarm.broker.server.errors import ApiError
 from mlx_swarm.broker.server.settings import ServerSettings
-from mlx_swarm.broker.server.turn import Caller, Conversation, Turn
+from mlx_swarm.broker.server.turns.turn import Caller, Conversation, Turn
 
 SETTINGS = ServerSettings(temperature=0.7)
 HELLO = [{"role": "user", "content": "Hello"}]

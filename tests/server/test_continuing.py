@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from mlx_swarm.broker import Broker, Grammar, Message, Sampling, Tool, ToolCall
-from mlx_swarm.broker.server.generation import Generation, Generator
-from mlx_swarm.broker.server.histories import Histories
-from mlx_swarm.broker.server.turn import Caller, Conversation, Ended, Turn
+from mlx_swarm.broker.server.turns.generation import Generation, Generator
+from mlx_swarm.broker.server.turns.histories import Histories
+from mlx_swarm.broker.server.turns.turn import Caller, Conversation, Ended, Turn
 from mlx_swarm.broker.trace import events
 
 pytestmark = pytest.mark.anyio

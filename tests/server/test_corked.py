@@ -8,8 +8,8 @@ from uvicorn.server import ServerState
 from websockets.client import ClientProtocol
 from websockets.uri import parse_uri
 
-from mlx_swarm.broker.server.connections import Config
-from mlx_swarm.broker.server.corked import (
+from mlx_swarm.broker.server.entrance.connections import Config
+from mlx_swarm.broker.server.entrance.corked import (
     MOST_BYTES,
     MOST_READ_BYTES,
     CorkedProtocol,

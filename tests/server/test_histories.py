@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from mlx_swarm.broker import InvalidRequest, Message, Tool, ToolCall, Usage
 from mlx_swarm.broker.models import load
 from mlx_swarm.broker.models.chat_format import ChatFormat
-from mlx_swarm.broker.server.histories import Histories, Prompt
-from mlx_swarm.broker.server.turn import Call, Caller, Conversation, Ended
+from mlx_swarm.broker.server.turns.histories import Histories, Prompt
+from mlx_swarm.broker.server.turns.turn import Call, Caller, Conversation, Ended
 
 SMOLLM2 = "synthetic:llama?layers=1&hidden=32&heads=2&tokenizer=smollm2-135m"
 BYTES = "synthetic:llama?layers=1&hidden=32&heads=2"

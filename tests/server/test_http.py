@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_swarm.broker.server.app import guarded
-from mlx_swarm.broker.server.draining import Draining
+from mlx_swarm.broker.server.entrance.draining import Draining
 from mlx_swarm.broker.server.http import EventStream, Gone, frame, unless_gone
 from mlx_swarm.broker.server.settings import ServerSettings
 from tests.server.raw import connection, head, read_rest

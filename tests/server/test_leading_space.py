@@ -4,7 +4,7 @@ import anyio
 import pytest
 
 from mlx_swarm.broker.models.chat_format import ChatFormat
-from mlx_swarm.broker.server.leading_space import LeadingSpace
+from mlx_swarm.broker.server.turns.leading_space import LeadingSpace
 
 WORDS = {1: b" Paris", 2: b"Paris", 3: b"\xe2", 4: b" "}
 

@@ -12,7 +12,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
 from mlx_swarm.broker.server.app import guarded
-from mlx_swarm.broker.server.draining import Draining
+from mlx_swarm.broker.server.entrance.draining import Draining
 from mlx_swarm.broker.server.settings import ServerSettings
 from tests.server.raw import connection, error_of, exchange, head, read_response, read_rest
 from tests.server.serving import serving_app

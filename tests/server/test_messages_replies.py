@@ -10,12 +10,12 @@ import pytest
 from mlx_swarm.broker.errors import EngineFailed
 from mlx_swarm.broker.request import Usage
 from mlx_swarm.broker.server.errors import ApiError
-from mlx_swarm.broker.server.generation import Generation
-from mlx_swarm.broker.server.histories import Prompt
 from mlx_swarm.broker.server.messages.replies import ReplyBuilder, marked_length
 from mlx_swarm.broker.server.messages.routes import _frames
 from mlx_swarm.broker.server.messages.turns import Marks
-from mlx_swarm.broker.server.turn import (
+from mlx_swarm.broker.server.turns.generation import Generation
+from mlx_swarm.broker.server.turns.histories import Prompt
+from mlx_swarm.broker.server.turns.turn import (
     Began,
     Call,
     Caller,

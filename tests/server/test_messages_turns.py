@@ -10,7 +10,7 @@ from mlx_swarm.broker.server.bodies import convert
 from mlx_swarm.broker.server.errors import ApiError
 from mlx_swarm.broker.server.messages.turns import Asked, asked
 from mlx_swarm.broker.server.messages.wire import MessagesRequest
-from mlx_swarm.broker.server.turn import Caller, Conversation
+from mlx_swarm.broker.server.turns.turn import Caller, Conversation
 
 MARK = {"type": "ephemeral"}
 HELLO = {"role": "user", "content": "Hello."}

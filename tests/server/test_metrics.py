@@ -7,7 +7,7 @@ import pytest
 from starlette.applications import Starlette
 
 from mlx_swarm.broker.engine.loop import EngineLoop
-from mlx_swarm.broker.server import metrics
+from mlx_swarm.broker.server.admin import metrics
 from mlx_swarm.broker.server.service import service_over
 from mlx_swarm.broker.server.settings import ServerSettings
 from tests.tiny_broker import request, tiny

@@ -17,7 +17,7 @@ from mlx_swarm.broker.server.responses.objects import Item
 from mlx_swarm.broker.server.responses.turns import response_of, turn_of
 from mlx_swarm.broker.server.responses.wire import CreateResponse
 from mlx_swarm.broker.server.settings import ServerSettings
-from mlx_swarm.broker.server.turn import Caller, Conversation, Turn
+from mlx_swarm.broker.server.turns.turn import Caller, Conversation, Turn
 
 TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}}
 

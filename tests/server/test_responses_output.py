@@ -6,7 +6,7 @@ from mlx_swarm.broker.messages import Message, ToolCall
 from mlx_swarm.broker.server.responses.conversations import reply
 from mlx_swarm.broker.server.responses.events import ResponseEvent
 from mlx_swarm.broker.server.responses.output import OutputWriter
-from mlx_swarm.broker.server.turn import Call
+from mlx_swarm.broker.server.turns.turn import Call
 
 CALL = Call("call_1", "look", "{}")
 

@@ -8,14 +8,14 @@ import pytest
 
 from mlx_swarm.broker.errors import EngineFailed, OutOfMemory
 from mlx_swarm.broker.server.errors import ApiError
-from mlx_swarm.broker.server.generation import Generation
 from mlx_swarm.broker.server.responses.objects import Response
 from mlx_swarm.broker.server.responses.routes import RunFrames
 from mlx_swarm.broker.server.responses.run import ResponseRun, start_run
 from mlx_swarm.broker.server.responses.wire import CreateResponse
 from mlx_swarm.broker.server.service import Service, service_over
 from mlx_swarm.broker.server.settings import ServerSettings
-from mlx_swarm.broker.server.turn import Caller
+from mlx_swarm.broker.server.turns.generation import Generation
+from mlx_swarm.broker.server.turns.turn import Caller
 from tests.tiny_broker import check_idle, tiny
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from starlette.types import Message, Receive, Scope, Send
 
 from mlx_swarm.broker.errors import InvalidSetting
-from mlx_swarm.broker.server.origins import (
+from mlx_swarm.broker.server.entrance.origins import (
     Authority,
     Hosts,
     Origins,
@@ -19,7 +19,7 @@ from mlx_swarm.broker.server.origins import (
     parse_authority,
     parse_origin,
 )
-from mlx_swarm.broker.server.security import Security, check_binding
+from mlx_swarm.broker.server.entrance.security import Security, check_binding
 from mlx_swarm.broker.server.settings import ApiKey, ServerSettings
 
 Headers = Iterable[tuple[str, str]]

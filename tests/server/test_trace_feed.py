@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from mlx_swarm.broker.server.trace_feed import Feed, Query
-from mlx_swarm.broker.server.visibility import Sight
+from mlx_swarm.broker.server.admin.trace_feed import Feed, Query
+from mlx_swarm.broker.server.admin.visibility import Sight
 from mlx_swarm.broker.trace import events
 from mlx_swarm.broker.trace.events import Event
 from mlx_swarm.broker.trace.recorder import Recorder

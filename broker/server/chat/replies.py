@@ -7,10 +7,10 @@ from typing import NamedTuple
 from msgspec import UNSET
 
 from ...request import TokenLogprob
-from ..choices import Events
 from ..openai_fields import NO_USAGE, fingerprint, new_id, usage_body
-from ..token_texts import TokenTexts
-from ..turn import Began, Call, Ended, ReasoningDelta, TextDelta
+from ..turns.choices import Events
+from ..turns.token_texts import TokenTexts
+from ..turns.turn import Began, Call, Ended, ReasoningDelta, TextDelta
 from .objects import (
     ChatCompletion,
     Choice,

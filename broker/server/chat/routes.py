@@ -4,13 +4,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from ..answering import answered, streamed_answer, whole_answer
 from ..bodies import read
-from ..callers import caller
 from ..openai_fields import caller_fields
 from ..openapi import Operation
 from ..service import Service
-from ..token_texts import TokenTexts
+from ..turns.answering import answered, streamed_answer, whole_answer
+from ..turns.callers import caller
+from ..turns.token_texts import TokenTexts
 from .objects import ChatCompletion, Chunk
 from .replies import Answer, Asked
 from .turns import speaks_functions, turns_of

@@ -11,7 +11,7 @@ from ...messages import NamedTool, Tool, ToolChoice, check_messages, check_tool_
 from ..errors import invalid
 from ..openai_fields import check_top, choice_seed
 from ..settings import ServerSettings
-from ..turn import Caller, Conversation, Turn
+from ..turns.turn import Caller, Conversation, Turn
 from .messages import messages_of, tools_of
 from .wire import ChatBody, ChosenTool, FunctionName, ResponseFormat
 

@@ -4,7 +4,7 @@ import codecs
 from collections.abc import Iterable, Sequence
 
 from ...request import TokenLogprob
-from ..token_texts import TokenTexts
+from ..turns.token_texts import TokenTexts
 from .wire import Logprobs
 
 Known = tuple[int, TokenLogprob | None]

@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator
 from typing import NamedTuple
 
 from ...request import TokenLogprob
-from ..choices import Events
 from ..openai_fields import NO_USAGE, OptionalUsage, UsageBody, fingerprint, new_id, usage_body
-from ..token_texts import TokenTexts
-from ..turn import Began, Ended, TextDelta
+from ..turns.choices import Events
+from ..turns.token_texts import TokenTexts
+from ..turns.turn import Began, Ended, TextDelta
 from .logprobs import LogprobsWriter, joined
 from .turns import PromptOf
 from .wire import Choice, Completion, FinishReason

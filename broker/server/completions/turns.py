@@ -5,7 +5,7 @@ from msgspec.structs import replace
 from ..errors import invalid
 from ..openai_fields import check_top, choice_seed
 from ..settings import ServerSettings
-from ..turn import Caller, Turn
+from ..turns.turn import Caller, Turn
 from .wire import CompletionBody
 
 DEFAULT_TOKENS = 16

@@ -5,8 +5,8 @@ from http import HTTPStatus
 from msgspec import Raw
 
 from ..errors import ApiError
-from ..histories import Prompt
-from ..turn import Call, Ended, ReasoningDelta, TextDelta, TurnEvent
+from ..turns.histories import Prompt
+from ..turns.turn import Call, Ended, ReasoningDelta, TextDelta, TurnEvent
 from .turns import Marks
 from .wire import (
     BlockDelta,

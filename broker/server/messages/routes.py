@@ -10,14 +10,14 @@ from starlette.types import Receive, Scope, Send
 
 from ...errors import ContextOverflow, SwarmError
 from ..bodies import read, respond
-from ..callers import caller
+from ..entrance.refusals import error_body, new_request_id, refusal
 from ..errors import ApiError, api_error, invalid
-from ..generation import Generation
 from ..http import EventStream, frame, unless_gone
 from ..openapi import Operation
-from ..refusals import error_body, new_request_id, refusal
 from ..service import Service
-from ..turn import Caller, Turn
+from ..turns.callers import caller
+from ..turns.generation import Generation
+from ..turns.turn import Caller, Turn
 from .replies import ReplyBuilder, marked_length
 from .turns import Asked, asked, conversation
 from .wire import CountRequest, Event, MessagesRequest, Ping, Reply, TokenCount

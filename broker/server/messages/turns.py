@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from ...grammar import Grammar
 from ...request import Message, NamedTool, Sampling, Tool, ToolCall, ToolChoice
 from ..errors import invalid
-from ..turn import Caller, Conversation, Turn
+from ..turns.turn import Caller, Conversation, Turn
 from .wire import (
     Block,
     ChosenTool,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from ..errors import ApiError, api_error, invalid
-from ..turn import Caller
+from ..turns.turn import Caller
 from .outbox import Outbox, Source
 from .ring import EventRing
 from .run import ResponseRun, start_run

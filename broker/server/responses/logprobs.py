@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ...request import TokenLogprob
-from ..token_texts import TokenTexts
+from ..turns.token_texts import TokenTexts
 from .objects import Logprob, TopLogprob
 
 

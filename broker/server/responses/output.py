@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ..turn import Call
+from ..turns.turn import Call
 from .events import (
     ArgumentsDelta,
     ArgumentsDone,

@@ -14,8 +14,8 @@ from anyio.abc import TaskGroup
 
 from ...trace.events import Event, Queued, encode
 from ...trace.recorder import Recorder
+from ..admin.visibility import Sight
 from ..errors import invalid
-from ..visibility import Sight
 from .outbox import Outbox, Source
 from .ring import EventRing
 from .run import ResponseRun

@@ -11,11 +11,11 @@ from starlette.responses import Response as HttpResponse
 from starlette.routing import BaseRoute, Route
 
 from ..bodies import read, respond
-from ..callers import caller
 from ..errors import ApiError, invalid
 from ..http import EventStream, frame, unless_gone
 from ..openapi import Operation
 from ..service import Service
+from ..turns.callers import caller
 from .events import ErrorEvent, ResponseEvent, StreamEvent
 from .objects import Item, Response
 from .ring import EventRing

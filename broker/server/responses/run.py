@@ -14,10 +14,10 @@ from msgspec.structs import replace
 
 from ...messages import Message
 from ..errors import ApiError, api_error
-from ..generation import Generation
 from ..service import Service
-from ..token_texts import TokenTexts
-from ..turn import Call, Caller, Ended, ReasoningDelta, TextDelta, TurnEvent
+from ..turns.generation import Generation
+from ..turns.token_texts import TokenTexts
+from ..turns.turn import Call, Caller, Ended, ReasoningDelta, TextDelta, TurnEvent
 from .conversations import conversation
 from .events import Completed, Created, Failed, Incomplete, InProgress, Lifecycle, ResponseEvent
 from .items import input_items

@@ -17,14 +17,14 @@ from msgspec.structs import replace
 from starlette.routing import BaseRoute, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from ..admin.visibility import Sight, seen_by
 from ..bodies import decode
-from ..callers import caller
 from ..errors import ApiError, api_error, invalid
 from ..openapi import Operation
 from ..service import Service
 from ..settings import ServerSettings
-from ..turn import Caller
-from ..visibility import Sight, seen_by
+from ..turns.callers import caller
+from ..turns.turn import Caller
 from .client_events import Cancel, Head, Resume, Subscribe, Unsubscribe, decode_create
 from .items import new_id
 from .jobs import Replaying, Turn

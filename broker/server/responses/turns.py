@@ -21,7 +21,7 @@ from ...sampling import Sampling
 from ..bodies import convert
 from ..errors import ApiError, invalid
 from ..settings import ServerSettings
-from ..turn import Caller, Conversation, Turn
+from ..turns.turn import Caller, Conversation, Turn
 from .items import new_id
 from .objects import Response
 from .wire import ChosenTool, CreateResponse, FunctionTool, TextFormat

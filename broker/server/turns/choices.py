@@ -8,7 +8,7 @@ from typing import Self, TypeVar
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from .errors import ApiError
+from ..errors import ApiError
 from .generation import Generation, Generator
 from .turn import Ended, Turn, TurnEvent
 

@@ -8,12 +8,12 @@ from typing import Self
 from anyio import to_thread
 from msgspec.structs import replace
 
-from ..broker import Broker
-from ..errors import ContextOverflow, EngineFailed
-from ..grammar import Grammar
-from ..models.reply_reader import CallPiece, Piece, ReasoningPiece, ReplyReader, TextPiece
-from ..request import Completed, Delta, Request, Sampling, Started, TokenLogprob
-from ..response import ResponseStream
+from ...broker import Broker
+from ...errors import ContextOverflow, EngineFailed
+from ...grammar import Grammar
+from ...models.reply_reader import CallPiece, Piece, ReasoningPiece, ReplyReader, TextPiece
+from ...request import Completed, Delta, Request, Sampling, Started, TokenLogprob
+from ...response import ResponseStream
 from .histories import Histories, Prompt
 from .leading_space import LeadingSpace
 from .turn import (

@@ -11,12 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from ..trace.events import Event, TraceEvent, encode
-from ..trace.recorder import Recorder
-from .http import EventStream
-from .openapi import Operation
+from ...trace.events import Event, TraceEvent, encode
+from ...trace.recorder import Recorder
+from ..http import EventStream
+from ..openapi import Operation
+from ..service import Service
 from .queries import as_whole, choice, seconds, whole
-from .service import Service
 from .visibility import Sight, seen_by
 
 DEFAULT_LIMIT = 10_000

@@ -4,7 +4,7 @@ from http import HTTPStatus
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import ApiError, invalid
+from ..errors import ApiError, invalid
 from .refusals import refusal
 
 MOST_URL_BYTES = 8 << 10

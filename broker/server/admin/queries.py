@@ -4,7 +4,7 @@ import math
 
 from starlette.requests import Request
 
-from .errors import invalid
+from ..errors import invalid
 
 LONGEST_QUOTE = 40
 

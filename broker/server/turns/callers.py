@@ -8,8 +8,8 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 
-from ..request import MAX_PRIORITY
-from .errors import invalid
+from ...request import MAX_PRIORITY
+from ..errors import invalid
 from .turn import Caller
 
 LONGEST_NAME = 128

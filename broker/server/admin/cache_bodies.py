@@ -4,8 +4,8 @@ from typing import Literal
 
 from msgspec import Struct
 
-from ..cache.listing import ListedEntry
-from ..inspection import DEFAULT_LISTED, NamespaceView
+from ...cache.listing import ListedEntry
+from ...inspection import DEFAULT_LISTED, NamespaceView
 from .prompts import PromptBody
 from .visibility import reason_for
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 from starlette.requests import HTTPConnection
 
-from ..trace import events
-from ..trace.events import Event
-from .service import Service
+from ...trace import events
+from ...trace.events import Event
+from ..service import Service
 
 REMEMBERED = 65_536
 """Requests whose tenant is remembered; the oldest go."""

@@ -6,11 +6,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from ..errors import CacheError, InvalidRequest
-from ..inspection import MAX_LISTED, CacheView
-from ..request import Usage
-from ..trace.events import Divergence
-from .bodies import decode, read, respond
+from ...errors import CacheError, InvalidRequest
+from ...inspection import MAX_LISTED, CacheView
+from ...request import Usage
+from ...trace.events import Divergence
+from ..bodies import decode, read, respond
+from ..errors import ApiError, api_error
+from ..http import unless_gone
+from ..openapi import Operation
+from ..service import Service
+from ..turns.callers import caller
+from ..turns.histories import Prompt
+from ..turns.turn import Turn
 from .cache_bodies import (
     CacheQuery,
     ClearAnswer,
@@ -26,15 +33,8 @@ from .cache_bodies import (
     WarmAnswer,
     namespace_of,
 )
-from .callers import caller
-from .errors import ApiError, api_error
-from .histories import Prompt
-from .http import unless_gone
-from .openapi import Operation
 from .prompts import PromptBody
 from .queries import whole
-from .service import Service
-from .turn import Turn
 from .visibility import reason_for, seen_by, tenant_of
 
 OPERATIONS = (

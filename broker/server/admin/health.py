@@ -9,10 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from .bodies import respond
-from .errors import RETRY_SECONDS
-from .openapi import Operation
-from .service import Service
+from ..bodies import respond
+from ..errors import RETRY_SECONDS
+from ..openapi import Operation
+from ..service import Service
 
 Status = Literal["ok", "draining"]
 

@@ -4,10 +4,10 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from .chat.messages import messages_of, tools_of
-from .chat.wire import MessageBody, ToolBody
-from .errors import invalid
-from .turn import Conversation
+from ..chat.messages import messages_of, tools_of
+from ..chat.wire import MessageBody, ToolBody
+from ..errors import invalid
+from ..turns.turn import Conversation
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 

@@ -9,13 +9,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .bodies import respond
+from ..bodies import respond
+from ..errors import CHAT_NAMES, ApiError, api_error
+from ..http import CLIENT_CLOSED_REQUEST, EventStream, Gone, frame, refuse, unless_gone
+from ..openai_fields import error_body
+from ..service import Service
 from .choices import Choices, Events
-from .errors import CHAT_NAMES, ApiError, api_error
 from .generation import Generator
-from .http import CLIENT_CLOSED_REQUEST, EventStream, Gone, frame, refuse, unless_gone
-from .openai_fields import error_body
-from .service import Service
 from .turn import Turn
 
 DONE = b"data: [DONE]\n\n"

@@ -5,8 +5,8 @@ import socket
 import ssl
 from pathlib import Path
 
-from ..errors import InvalidSetting
-from .settings import ServerSettings
+from ...errors import InvalidSetting
+from ..settings import ServerSettings
 
 REASONS = {
     errno.EADDRINUSE: "something listens there already; --port takes another",

@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from ..models.chat_format import ChatFormat, Rendered
-from ..request import Message, Tool, ToolCall, check_messages, check_tools
+from ...models.chat_format import ChatFormat, Rendered
+from ...request import Message, Tool, ToolCall, check_messages, check_tools
 from .alignment import Alignment, Ids, align
 from .turn import Caller, Conversation, Ended
 

@@ -14,11 +14,11 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..broker import BrokerStatistics
-from ..inspection import NamespaceView
-from .histories import HistoriesStatistics
-from .openapi import Operation
-from .service import Service
+from ...broker import BrokerStatistics
+from ...inspection import NamespaceView
+from ..openapi import Operation
+from ..service import Service
+from ..turns.histories import HistoriesStatistics
 from .visibility import reason_for, seen_by
 
 PATIENCE_SECONDS = 1.0

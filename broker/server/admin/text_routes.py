@@ -6,12 +6,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from ..request import check_messages, check_tools
-from .bodies import read, respond
-from .openapi import Operation
+from ...request import check_messages, check_tools
+from ..bodies import read, respond
+from ..openapi import Operation
+from ..service import Service
+from ..turns.turn import Conversation
 from .prompts import PromptBody, TokenId
-from .service import Service
-from .turn import Conversation
 
 
 class TokenizeBody(PromptBody, kw_only=True):

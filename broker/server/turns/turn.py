@@ -4,8 +4,8 @@ from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
-from ..grammar import Grammar
-from ..request import Message, Sampling, TokenLogprob, Tool, ToolChoice, Usage
+from ...grammar import Grammar
+from ...request import Message, Sampling, TokenLogprob, Tool, ToolChoice, Usage
 
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
 

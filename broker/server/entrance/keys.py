@@ -6,8 +6,8 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..errors import InvalidSetting
-from .settings import ApiKey
+from ...errors import InvalidSetting
+from ..settings import ApiKey
 
 LOGGER = logging.getLogger("mlx_swarm.server")
 LONGEST = 1024

@@ -18,11 +18,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from .bodies import encode
+from ..bodies import encode
+from ..errors import RETRY_SECONDS, ApiError
+from ..settings import ServerSettings
 from .corked import CorkedProtocol
-from .errors import RETRY_SECONDS, ApiError
 from .refusals import error_body, refusal
-from .settings import ServerSettings
 
 SPARE_CONNECTIONS = 64
 """So many more are told that they are too many; further ones are cut without a word."""

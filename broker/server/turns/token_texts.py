@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 
 from anyio import to_thread
 
-from ..models.chat_format import ChatFormat
-from ..request import TokenLogprob
+from ...models.chat_format import ChatFormat
+from ...request import TokenLogprob
 
 
 class TokenTexts:

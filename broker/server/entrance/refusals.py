@@ -5,8 +5,8 @@ from typing import Any
 
 from starlette.responses import Response
 
-from .bodies import respond
-from .errors import ApiError
+from ..bodies import respond
+from ..errors import ApiError
 
 ANTHROPIC = "/v1/messages"
 ANTHROPIC_TYPES = {

@@ -6,7 +6,7 @@ from http import HTTPStatus
 
 import anyio
 
-from .errors import RETRY_SECONDS, ApiError
+from ..errors import RETRY_SECONDS, ApiError
 
 
 class Draining:

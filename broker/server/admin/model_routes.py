@@ -8,11 +8,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from ..request import ModelInfo
-from .bodies import respond
-from .errors import ApiError
-from .openapi import Operation
-from .service import Service
+from ...request import ModelInfo
+from ..bodies import respond
+from ..errors import ApiError
+from ..openapi import Operation
+from ..service import Service
 
 
 class ModelBody(Struct, frozen=True, kw_only=True):

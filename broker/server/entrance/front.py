@@ -8,9 +8,9 @@ import anyio
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..errors import ApiError, api_error
+from ..http import frame
 from .draining import Draining, draining_error
-from .errors import ApiError, api_error
-from .http import frame
 from .refusals import error_body, is_anthropic, new_request_id, refusal
 
 LOGGER = logging.getLogger("mlx_swarm.server")

@@ -13,11 +13,11 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..errors import InvalidSetting
-from .errors import ApiError
+from ...errors import InvalidSetting
+from ..errors import ApiError
+from ..settings import ApiKey, ServerSettings
 from .origins import Authority, Hosts, Origins, is_loopback, parse_authority
 from .refusals import refusal
-from .settings import ApiKey, ServerSettings
 
 OPEN = {("GET", "/healthz"), ("HEAD", "/healthz"), ("HEAD", "/")}
 """What needs no key: whether anybody is there."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from anyio import to_thread
 
-from ..models.chat_format import ChatFormat
+from ...models.chat_format import ChatFormat
 
 
 class LeadingSpace:

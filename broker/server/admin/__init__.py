@@ -1,0 +1,1 @@
+"""Endpoints for who runs the server: cache, trace, metrics, models, tokens, health."""

@@ -1,0 +1,1 @@
+"""What stands before every endpoint: connections, hosts, origins, keys, sizes, the end in order."""
