@@ -1,7 +1,5 @@
 """What stands before all else: names of requests, errors nobody foresaw, the server's end."""
 
-import logging
-import traceback
 from contextlib import nullcontext
 
 import anyio
@@ -10,10 +8,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import ApiError, api_error
 from ..http import frame
+from ..reporting import report
 from .draining import Draining, draining_error
 from .refusals import error_body, is_anthropic, new_request_id, refusal
-
-LOGGER = logging.getLogger("mlx_swarm.server")
 
 READING = ("GET", "HEAD", "OPTIONS")
 """Methods that start nothing. They are answered until the end, and nobody waits for them."""
@@ -51,7 +48,7 @@ class Front:
                 await self._app(scope, receive, client.send)
             except Exception as raised:
                 error = api_error(raised)
-                _log(raised, scope, request_id)
+                report(f"{request_id}: {scope['path']!r}", raised)
         if connected.cancelled_caught:
             await client.end_stream(scope, draining_error())
             await client.end(scope, receive, draining_error(), GOING_AWAY)
@@ -120,17 +117,3 @@ class _Client:
             await self.send(
                 {"type": "websocket.close", "code": code, "reason": error.message[:120]}
             )
-
-
-def _log(error: Exception, scope: Scope, request_id: str) -> None:
-    places = [
-        f"{frame.filename}:{frame.lineno} in {frame.name}"
-        for frame in traceback.extract_tb(error.__traceback__)
-    ]
-    LOGGER.error(
-        "%s: %r failed with %s\n  %s",
-        request_id,
-        scope["path"],
-        type(error).__qualname__,
-        "\n  ".join(places),
-    )

@@ -1,6 +1,5 @@
 """One response while it is computed: its events in OpenAI's sequence."""
 
-import logging
 import secrets
 import time
 import weakref
@@ -14,6 +13,7 @@ from msgspec.structs import replace
 
 from ...messages import Message
 from ..errors import ApiError, api_error
+from ..reporting import report
 from ..service import Service
 from ..turns.generation import Generation
 from ..turns.token_texts import TokenTexts
@@ -37,8 +37,6 @@ from .ring import EventRing
 from .store import Stored, Stores
 from .turns import response_of, turn_of
 from .wire import CreateResponse
-
-LOG = logging.getLogger(__name__)
 
 LAST = (Completed, Incomplete, Failed)
 """The events that end a response."""
@@ -234,7 +232,7 @@ class ResponseRun:
     def _failed(self, error: Exception) -> Iterator[ResponseEvent]:
         self.error = api_error(error)
         if self.error.status == HTTPStatus.INTERNAL_SERVER_ERROR:
-            LOG.error("response %s failed", self.id, exc_info=error)
+            report(f"response {self.id}", error)
         code = ERROR_CODES.get(self.error.status, "server_error")
         self.response = replace(self.response, error=ResponseError(code, self.error.message))
         yield from self._ending(Failed, "failed")

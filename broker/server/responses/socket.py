@@ -6,7 +6,6 @@ every event of a response has its `stream_id`. What is wrong is answered with an
 the connection lives on. Beyond that: `response.cancel`, and the events of `own_events`.
 """
 
-import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 from http import HTTPStatus
@@ -21,6 +20,7 @@ from ..admin.visibility import Sight, seen_by
 from ..bodies import decode
 from ..errors import ApiError, api_error, invalid
 from ..openapi import Operation
+from ..reporting import report
 from ..service import Service
 from ..settings import ServerSettings
 from ..turns.callers import caller
@@ -40,8 +40,6 @@ from .own_events import (
 )
 from .run import ResponseRun
 from .wire import CreateResponse
-
-LOG = logging.getLogger(__name__)
 
 GOING_AWAY = 1001
 TOO_BIG = 1009
@@ -135,7 +133,7 @@ class Connection:
         """Tell the client what is wrong."""
         known = api_error(error)
         if known.status == HTTPStatus.INTERNAL_SERVER_ERROR:
-            LOG.error("a request over WebSocket failed", exc_info=error)
+            report("a request over WebSocket", error)
         await self.outbox.say(error_event(known), Source(stream_id))
 
     def caller(self, body: CreateResponse, stream_id: str | None) -> Caller:
