@@ -13,7 +13,6 @@ NO_SCHEMA = {"type": "nonsense"}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
 TEXT: dict[str, Any] = {"prompt": "Hi", "max_tokens": 1}
 INPUT: dict[str, Any] = {"input": "Hi", "max_output_tokens": 1}
-TOOL = {"name": "f", "parameters": {"type": "object", "properties": {"a": NO_SCHEMA}}}
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +37,6 @@ def url() -> Iterator[str]:
         ),
         (
             "chat/completions",
-            {**CHAT, "tools": [{"type": "function", "function": TOOL}]},
-            "tools",
-        ),
-        (
-            "chat/completions",
             {**CHAT, "messages": [{"role": "user", "content": "a" * 3000}]},
             "messages",
         ),
@@ -56,7 +50,6 @@ def url() -> Iterator[str]:
         ("responses", {**INPUT, "logit_bias": {"1": 1000}}, "logit_bias"),
         ("responses", {**INPUT, "stop": ["a", ""]}, "stop"),
         ("responses", {**INPUT, "input": "a" * 10**6}, "input"),
-        ("responses", {**INPUT, "tools": [{"type": "function", **TOOL}]}, "tools"),
         (
             "responses",
             {**INPUT, "text": {"format": {"type": "json_schema", "schema": NO_SCHEMA}}},
