@@ -11,7 +11,7 @@ test: setup
 	$(RUN) ruff format --check .
 	$(RUN) ruff check .
 	$(RUN) mypy .dev/mlx_swarm tests bench examples
-	OPENBLAS_NUM_THREADS=1 $(RUN) pytest -n 3 --dist loadfile $(ARGS)
+	OPENBLAS_NUM_THREADS=1 $(RUN) pytest -n 2 --dist loadfile $(ARGS)
 
 setup:
 	@sh .dev/setup.sh
