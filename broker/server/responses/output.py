@@ -1,5 +1,6 @@
 """The output of a response: what the model writes as items, and as the events that tell of them."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 from ..turns.turn import Call
@@ -134,7 +135,7 @@ class OutputWriter:
         return ItemDone(sequence_number=self.number(), output_index=len(self.items) - 1, item=item)
 
 
-class _OpenItem:
+class _OpenItem(ABC):
     """An item that is being written."""
 
     prefix = ""
@@ -147,14 +148,17 @@ class _OpenItem:
     def written(self) -> str:
         return "".join(self.pieces)
 
+    @abstractmethod
     def part(self) -> OutputText | ReasoningText:
-        raise NotImplementedError
+        """What is written so far, as a part of its content."""
 
+    @abstractmethod
     def told(self, number: int, index: int) -> ResponseEvent:
-        raise NotImplementedError
+        """The event that tells all of it at its end."""
 
+    @abstractmethod
     def item(self, status: ItemStatus, *, whole: bool) -> OutputItem:
-        raise NotImplementedError
+        """The item as it is now; without its content unless `whole`."""
 
 
 class _OpenMessage(_OpenItem):
